@@ -30,13 +30,15 @@ def clip(weight: Tensor, x: Tensor, config: grid.Grid) -> Tensor:
     """`weight` `[N, K]`, float32, cut where its rounded output on inputs `x` `[tokens, K]` changes least."""
     w, x = grid.split(weight, config), grid.split(x.float(), config)
     second_moment = torch.einsum("tgi,tgj->gij", x, x) / len(x)  # E[(x·d)²] = dᵀ E[x xᵀ] d
-    least, kept = torch.full_like(w[..., :1], torch.inf), w
+    least = torch.full_like(w[..., :1], torch.inf)
+    kept = w
     for high in SHARES:
         for low in SHARES:
             cut = w.clamp(low * w.amin(-1, keepdim=True), high * w.amax(-1, keepdim=True))
             d = grid.split(round_to_grid(cut.flatten(1), config), config) - w
             error = (torch.einsum("ngi,gij->ngj", d, second_moment) * d).sum(-1, keepdim=True)
-            kept, least = torch.where(error < least, cut, kept), torch.minimum(error, least)
+            kept = torch.where(error < least, cut, kept)
+            least = torch.minimum(error, least)
     return kept.flatten(1)
 
 
@@ -55,7 +57,8 @@ def clipped(
     """
     if not tokens:
         return weights
-    some, searched = ids[:SEQUENCES], {n: x for n, x in block_linears(model).items() if not n.endswith(UNCLIPPED)}
+    some = ids[:SEQUENCES]
+    searched = {n: x for n, x in block_linears(model).items() if not n.endswith(UNCLIPPED)}
     seen: dict[str, list[Tensor]] = {name: [] for name in searched}
     stride = max(1, some.numel() // tokens)
     with each_input(searched, lambda name, x: seen[name].append(x.flatten(0, -2)[::stride])):

@@ -150,7 +150,8 @@ def search_scale(
             got = _output(torch.func.functional_call(module, rounded, args, kwargs))
             loss += (got - want).float().square().sum()
         if loss.item() < best:
-            best, best_scale = loss.item(), (s, i / config.n_grid)
+            best = loss.item()
+            best_scale = (s, i / config.n_grid)
     if best_scale is None:
         raise UserError("its outputs hold NaN or Inf: an activation overflowed on the calibration tokens")
     return best_scale
@@ -163,7 +164,8 @@ def search_clip(weight: Tensor, x: Tensor, config: Config) -> Tensor:
     x = grid.split(x.float(), config)
     second_moment = torch.einsum("tgi,tgj->gij", x, x) / len(x)  # E[(x·d)²] = dᵀ E[x xᵀ] d
     largest = w.abs().amax(-1, keepdim=True)
-    best, threshold = torch.full_like(largest, torch.inf), largest
+    best = torch.full_like(largest, torch.inf)
+    threshold = largest
     for i in range(int(config.max_shrink * config.n_clip)):
         m = largest * (1 - i / config.n_clip)
         clipped = w.clamp(-m, m)

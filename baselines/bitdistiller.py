@@ -122,7 +122,8 @@ def cakld(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 def fake_quantize(weight: Tensor, config: Config) -> Tensor:
     """The weight `[N, K]` as its own grid rounds it, float32, differentiable in it and in the ends of its groups."""
-    groups, levels = grid.split(weight, config), 2**config.bits - 1
+    groups = grid.split(weight, config)
+    levels = 2**config.bits - 1
     with torch.no_grad():
         stored, zero = grid.fit(groups, config)
     low = groups.amin(-1, keepdim=True).clamp(max=0)
@@ -142,8 +143,10 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         UserError: fewer tokens than asked for, a group that does not divide a layer's inputs, or NaN in the model.
         NotMeasurable: the training diverged.
     """
-    model, teacher = lm.model, lm.full_precision() if lm.weights else lm.model
-    weights, teacher = qat.start(model, config.group), computing(teacher, config.compute)
+    model = lm.model
+    teacher = lm.full_precision() if lm.weights else lm.model
+    weights = qat.start(model, config.group)
+    teacher = computing(teacher, config.compute)
     ids = sequences(teacher, calibration, config).to(model.device)
     weights = clipped(model, weights, calibration.to(model.device), config.clip_tokens, config)
     taken = qat.input_grid("bitdistiller", config.act_bits, config.group)
@@ -162,7 +165,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             wanted = teacher(rows, use_cache=False).logits
         return cakld(qat.logits(student, made, rows), wanted, beta)
 
-    settings, folder = qat.settings(config, 1.0, model, ids.shape[1]), checkpoint_folder(model, ids, __file__, config)
+    settings = qat.settings(config, 1.0, model, ids.shape[1])
+    folder = checkpoint_folder(model, ids, __file__, config)
     losses = train(loss, weights, ids, settings, folder, "bitdistiller", validation)
     for name, weight in weights.items():
         with in_layer(name):

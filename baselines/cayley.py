@@ -75,10 +75,12 @@ def train(
         UserError: fewer sequences than a batch.
         NotMeasurable: a loss is not finite; the message names the step.
     """
-    steps, random = 0, np.random.default_rng(settings.seed)
+    steps = 0
+    random = np.random.default_rng(settings.seed)
     if settings.epochs:
         steps = settings.epochs * steps_per_epoch(len(ids), settings)
-    replayed, losses = graphs.Replayed(gradients, lambda: [rotation.grad for rotation in rotations]), []
+    replayed = graphs.Replayed(gradients, lambda: [rotation.grad for rotation in rotations])
+    losses = []
     for number in tqdm(range(steps), who, **QUIET):
         rows = batch_rows(number, len(ids), settings)
         losses.append(replayed(ids[rows.to(ids.device)]).float().clone())

@@ -94,7 +94,8 @@ def gptq(weight: Tensor, hessian: Tensor, config: Config) -> QuantizedWeight:
             definite.
         ValueError: `hessian` is not `[K, K]`.
     """
-    W, H = grid.check(weight, config).clone(), hessian.float().clone()
+    W = grid.check(weight, config).clone()
+    H = hessian.float().clone()
     K = W.shape[1]
     if H.shape != (K, K):
         raise ValueError(f"hessian is {tuple(H.shape)}, expected {(K, K)}")
@@ -118,10 +119,13 @@ def gptq(weight: Tensor, hessian: Tensor, config: Config) -> QuantizedWeight:
         i2 = min(i1 + config.blocksize, K)
         W1, E = W[:, i1:i2].clone(), torch.empty_like(W[:, i1:i2])
         for i in range(i1, i2):
-            g, j = column_group[i], i - i1
+            g = column_group[i]
+            j = i - i1
             if not static and i % group == 0:
                 scale[:, g], zero[:, g] = grid.fit(W[:, i : i + group], config)
-            w, s, z = W1[:, j : j + 1], scale[:, g], zero[:, g]
+            w = W1[:, j : j + 1]
+            s = scale[:, g]
+            z = zero[:, g]
             Q[:, i : i + 1] = q = grid.quantize(w, s, z, config.bits)
             E[:, j : j + 1] = e = (w - grid.dequantize(q, s, z)) / Hinv[i, i]
             W1[:, j:] -= e @ Hinv[i : i + 1, i:i2]

@@ -58,16 +58,20 @@ class Grid:
 
 def fit(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Scale and zero point, float32 `[..., 1]`, of each row of `weight` `[..., n]`; the scale is rounded as stored."""
-    low, high = weight.amin(-1, keepdim=True).clamp(max=0), weight.amax(-1, keepdim=True).clamp(min=0)
+    low = weight.amin(-1, keepdim=True).clamp(max=0)
+    high = weight.amax(-1, keepdim=True).clamp(min=0)
     if grid.symmetric:
         high = torch.maximum(-low, high)
         low = -high
     empty = low == high
-    low, high = low.masked_fill(empty, -1), high.masked_fill(empty, 1)
+    low = low.masked_fill(empty, -1)
+    high = high.masked_fill(empty, 1)
     if grid.clip == "none":
         return _steps(low, high, grid)
 
-    best, scale, zero = torch.full_like(low, torch.inf), torch.ones_like(low), torch.zeros_like(low)
+    best = torch.full_like(low, torch.inf)
+    scale = torch.ones_like(low)
+    zero = torch.zeros_like(low)
     for i in range(80):
         p = 1 - i / 100
         s, z = _steps(p * low, p * high, grid)
@@ -78,7 +82,8 @@ def fit(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def _steps(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    stored, levels = getattr(torch, grid.scale_dtype), 2**grid.bits - 1
+    stored = getattr(torch, grid.scale_dtype)
+    levels = 2**grid.bits - 1
     scale = ((high - low) / levels).to(stored)
     if grid.SCALE_ROUNDS_DOWN and stored == torch.float16:
         above = scale.float() * levels > high - low  # exact: 11 times 8 bits

@@ -120,7 +120,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     model = lm.model
     weights = qat.start(model, config.group)
     ids = training_ids(calibration, config.tokens, "group_qat").to(model.device)
-    widths, grid = input_bits(lm, ids, config), config.grid(config.bits)
+    widths = input_bits(lm, ids, config)
+    grid = config.grid(config.bits)
     student = computing(model, config.compute)
     student = inputs.on_quantized_inputs(student, widths, config.input_grid(8))
 
@@ -134,6 +135,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         with in_layer(name), torch.no_grad():
             lm.set_weight(name, pack(weight, grid))
             if widths[name] < qat.FULL:
-                columns, taken = weight.shape[1], config.input_grid(widths[name])
+                columns = weight.shape[1]
+                taken = config.input_grid(widths[name])
                 lm.attach(name, inputs.attachment("group_qat", columns, taken))
     qat.finish(lm, "group_qat", None, losses, ids, settings)

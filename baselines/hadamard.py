@@ -79,7 +79,8 @@ def factors(n: int) -> tuple[Tensor, ...]:
     if not fits:
         listed = ", ".join(f"{order}·2^k" for order in ORDERS if order > 1)
         raise UserError(f"no Hadamard matrix of order {n} is known here; sizes are 2^k, {listed}")
-    matrices, rest = [ORDERS[fits[0]]() / fits[0] ** 0.5], n // fits[0]
+    matrices = [ORDERS[fits[0]]() / fits[0] ** 0.5]
+    rest = n // fits[0]
     while rest > 1:
         width = min(rest, WIDEST)
         matrices.append(_sylvester(width) / width**0.5)

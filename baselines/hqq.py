@@ -84,7 +84,8 @@ def hqq(weight: Tensor, config: Config) -> QuantizedWeight:
         zero = zero.round()
     zero = fitted_zero(groups, inverse, zero, config)
     codes = _codes(groups, inverse, zero, levels).to(torch.uint8).flatten(1)
-    scale, dtype = 1 / inverse, getattr(torch, config.scale_dtype)
+    scale = 1 / inverse
+    dtype = getattr(torch, config.scale_dtype)
     grid.check_scale(scale.to(dtype), weight.shape, config.scale_dtype)
     stored_bits = torch.finfo(dtype).bits
     return QuantizedWeight(
@@ -103,7 +104,9 @@ def fitted_zero(groups: Tensor, inverse: Tensor, zero: Tensor, config: Config) -
 
     The zero point of the iteration whose error grew is kept, as the package does.
     """
-    levels, beta, least = 2**config.bits - 1, config.beta, torch.inf
+    levels = 2**config.bits - 1
+    beta = config.beta
+    least = torch.inf
     for _ in range(config.iterations):
         codes = _codes(groups, inverse, zero, levels)
         error = groups - (codes - zero) / inverse

@@ -47,7 +47,8 @@ def alternate(
     W: Tensor, rank: int, iterations: int, quantize: Callable[[Tensor], QuantizedWeight]
 ) -> tuple[QuantizedWeight, Tensor, Tensor, list[float]]:
     """Algorithm 1 for a weight `[N, K]`: Ŵ_T, A `[r, K]`, B `[N, r]`, and ‖W - Ŵ_t - B_t A_t‖ for every t."""
-    rest, errors = W.double(), []
+    rest = W.double()
+    errors = []
     for _ in range(iterations):
         weight = quantize(rest)
         E = W.double() - weight.dequantize().double()
@@ -68,7 +69,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         NotMeasurable: the budget does not buy rank 1, or there are several iterations and a quantizer other than RTN.
     """
     for name, rank in low_rank.ranks(lm, config, "loftq").items():
-        was, rounded = low_rank.error(lm, name), quantizer(lm, name, config)
+        was = low_rank.error(lm, name)
+        rounded = quantizer(lm, name, config)
         with in_layer(name):
             weight, _, _, errors = alternate(lm.full[name], rank, config.iterations, rounded)
         if config.iterations > 1:

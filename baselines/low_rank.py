@@ -140,7 +140,8 @@ def ranks(lm: LowBitModel, config: Config, step: str) -> dict[str, int]:
                 )
         return dict.fromkeys(shapes, config.rank)
     cost = {name: stored_bytes(1, shape, config.factor_bits) for name, shape in shapes.items()}
-    budget, highest = int(config.budget * sum(map(math.prod, shapes.values())) / 2), min(map(min, shapes.values()))
+    budget = int(config.budget * sum(map(math.prod, shapes.values())) / 2)
+    highest = min(map(min, shapes.values()))
     rank = min(budget // sum(cost.values()), highest)
     if rank == 0:
         raise NotMeasurable(
@@ -148,7 +149,8 @@ def ranks(lm: LowBitModel, config: Config, step: str) -> dict[str, int]:
             f"rank 1 in {len(shapes)} layers takes {sum(cost.values())} bytes, the budget is {budget}; "
             f"raise {step}'s budget",
         )
-    ranks_by_name, left = dict.fromkeys(shapes, rank), budget - rank * sum(cost.values())
+    ranks_by_name = dict.fromkeys(shapes, rank)
+    left = budget - rank * sum(cost.values())
     if config.remainder == "layers" and rank < highest and left >= min(cost.values()):
         gain = {name: float(torch.linalg.svdvals(error(lm, name))[rank] ** 2) / cost[name] for name in shapes}
         for name in sorted(gain, key=lambda name: -gain[name]):
@@ -196,7 +198,8 @@ def measured(
         UserError: no quantizer came before, no tokens, or a rank above a layer's.
         NotMeasurable: the budget does not buy rank 1.
     """
-    ids, rank_of = tokens(calibration, step), ranks(lm, config, step)
+    ids = tokens(calibration, step)
+    rank_of = ranks(lm, config, step)
     inputs = statistics(lm.full_precision(), list(rank_of), ids, extras, weights)
     yield from ((name, rank, inputs[name]) for name, rank in rank_of.items())
 

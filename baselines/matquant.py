@@ -144,7 +144,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             total = total + config.lambdas[width] * next_token_loss(qat.logits(student, weights, rows), rows)
         return total
 
-    settings, folder = qat.settings(config, 0.0, model, ids.shape[1]), checkpoint_folder(model, ids, __file__, config)
+    settings = qat.settings(config, 0.0, model, ids.shape[1])
+    folder = checkpoint_folder(model, ids, __file__, config)
     losses = train(loss, latents, ids, settings, folder, "matquant")
     for name, latent in latents.items():
         with in_layer(name):

@@ -85,8 +85,10 @@ class Clipping:
         Raises:
             UserError: the group does not divide K, the weight holds NaN or Inf, or a scale does not fit its dtype.
         """
-        self.config, self.W = config, grid.split(grid.check(weight, config), config)
-        self.low, self.high = self.W.amin(-1, keepdim=True).clamp(max=0), self.W.amax(-1, keepdim=True).clamp(min=0)
+        self.config = config
+        self.W = grid.split(grid.check(weight, config), config)
+        self.low = self.W.amin(-1, keepdim=True).clamp(max=0)
+        self.high = self.W.amax(-1, keepdim=True).clamp(min=0)
         width = 2 * torch.maximum(-self.low, self.high) if config.symmetric else self.high - self.low
         largest = width / (2**config.bits - 1)  # nothing clipped; the authors cut it to 1e4
         grid.check_scale(largest.to(getattr(torch, config.scale_dtype)), weight.shape, config.scale_dtype)
@@ -96,7 +98,9 @@ class Clipping:
     def steps(self) -> tuple[Tensor, Tensor]:
         """h as stored and z, each `[N, G, 1]`."""
         gamma, beta = self.logits.sigmoid()
-        low, high, levels = beta * self.low, gamma * self.high, 2**self.config.bits - 1
+        low = beta * self.low
+        high = gamma * self.high
+        levels = 2**self.config.bits - 1
         if self.config.symmetric:
             high = torch.maximum(-low, high)
             low = -high
@@ -162,7 +166,8 @@ def learn(
         optimizer.step()
         return squares.detach() / got.numel()
 
-    replayed, losses = graphs.Replayed(step, partial(graphs.changed, optimizer)), []
+    replayed = graphs.Replayed(step, partial(graphs.changed, optimizer))
+    losses = []
     for _ in range(config.passes):
         total = torch.zeros((), device=inputs[0].device)
         for x, wants in zip(inputs, targets, strict=True):

@@ -117,7 +117,9 @@ def pack(weight: Tensor, a: Tensor, config: Config) -> QuantizedWeight | GroupWe
     Raises:
         UserError: α does not fit its dtype.
     """
-    a, dtype, half = stored_scale(a, config), getattr(torch, config.scale_dtype), 2 ** (config.bits - 1)
+    a = stored_scale(a, config)
+    dtype = getattr(torch, config.scale_dtype)
+    half = 2 ** (config.bits - 1)
     check_scale(a, weight.shape, config.scale_dtype)
     q = levels(weight, a, config.bits)
     if config.bits == 2:
@@ -149,7 +151,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         made = {f"{name}.weight": fake_quantize(weight, scales[name], config) for name, weight in weights.items()}
         return next_token_loss(qat.logits(student, made | others, rows), rows)
 
-    settings, folder = qat.settings(config, 0.0, model, ids.shape[1]), checkpoint_folder(model, ids, __file__, config)
+    settings = qat.settings(config, 0.0, model, ids.shape[1])
+    folder = checkpoint_folder(model, ids, __file__, config)
     tensors = {f"{name}.weight": w for name, w in weights.items()} | {f"{name}/a": a for name, a in scales.items()}
     losses = train(loss, tensors | others, ids, settings, folder, "paretoq")
     for name, weight in weights.items():

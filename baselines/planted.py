@@ -89,7 +89,8 @@ def plant(block: nn.Module, fold: Fold, config: Config) -> None:
 
     The channels depend on their number and on `draw`, so that those of the residual stream are the same in all blocks.
     """
-    source, readers = block.get_submodule(fold.source), [block.get_submodule(name) for name in fold.linears]
+    source = block.get_submodule(fold.source)
+    readers = [block.get_submodule(name) for name in fold.linears]
     size = source.weight.shape[0]
     picked = torch.randperm(size, generator=torch.Generator().manual_seed(config.draw))[
         : math.ceil(config.share * size)

@@ -24,7 +24,8 @@ from repro.models.attachments import Attachment
 from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
 
 ARCHITECTURES = ("llama", "mistral", "qwen2")  # RMSNorms before attention and MLP, nothing else between them
-QKV, GATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATED = ("mlp.gate_proj", "mlp.up_proj")
 READERS = {"input_layernorm": QKV, "post_attention_layernorm": GATED}  # of each norm's output
 VALUE, OUT, DOWN = "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head"
@@ -35,7 +36,8 @@ class Untied(nn.Linear):
 
     def __init__(self, linear: nn.Linear, weight: Tensor) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight, self.bias = nn.Parameter(weight.to(linear.weight)), linear.bias
+        self.weight = nn.Parameter(weight.to(linear.weight))
+        self.bias = linear.bias
 
 
 def check(model: Any, online: bool) -> tuple[int, int]:
@@ -133,7 +135,8 @@ def learn(
         settings: of the training.
         grid: weights of block linears are rounded on it, and gradients pass straight through; None leaves them alone.
     """
-    random, count = torch.Generator().manual_seed(settings.seed), len(blocks(model))
+    random = torch.Generator().manual_seed(settings.seed)
+    count = len(blocks(model))
     hidden, head = check(model, online=False)
     R1 = hadamard.random(hidden, random)[None].to(model.device)
     R2 = torch.stack([hadamard.random(head, random) for _ in range(count)]).to(model.device)
@@ -147,7 +150,8 @@ def learn(
         used = {name: value.detach().to(model.dtype) for name, value in turned.items()}
         used |= {name: rounded(used[name], grid) for name in linears if grid}
         values = [value.requires_grad_() for value in used.values()]
-        slopes, total = [torch.zeros_like(value) for value in turned.values()], torch.zeros((), device=rows.device)
+        slopes = [torch.zeros_like(value) for value in turned.values()]
+        total = torch.zeros((), device=rows.device)
         for row in rows:  # one after the other: the authors' GPUs have one each
             logits = torch.func.functional_call(model, used, (), {"input_ids": row[None], "use_cache": False}).logits
             loss = F.cross_entropy(logits[0, :-1].float(), row[1:]) / len(rows)

@@ -74,7 +74,8 @@ def steps(groups: Tensor, bits: int) -> Tensor:
 
 def rounded(weight: Tensor, config: Config) -> QuantizedWeight:
     """`weight` `[N, K]` rounded to nearest; UserError as `grid.check`."""
-    groups, stored = grid.split(grid.check(weight, config), config), getattr(torch, config.scale_dtype)
+    groups = grid.split(grid.check(weight, config), config)
+    stored = getattr(torch, config.scale_dtype)
     s = steps(groups, config.bits).clamp(min=torch.finfo(stored).tiny).to(stored).float()
     zero = torch.full_like(s, 2 ** (config.bits - 1))
     return grid.pack(grid.quantize(groups, s, zero, config.bits).flatten(1), s, zero, config)
@@ -92,7 +93,11 @@ class TokenQuantizedInputs(nn.Linear):
 
     def __init__(self, linear: nn.Linear, bits: int, group: int) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight, self.bias, self.linear, self.bits, self.group = linear.weight, linear.bias, linear, bits, group
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.linear = linear
+        self.bits = bits
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         """y `[…, N]` of inputs `[…, K]`."""

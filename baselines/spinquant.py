@@ -115,7 +115,9 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             be quantized; the message names it.
         NotMeasurable: the training diverged.
     """
-    model, layers, solver = lm.model, block_linears(lm.model), config.weights()
+    model = lm.model
+    layers = block_linears(lm.model)
+    solver = config.weights()
     rotation.check(model, config.online)
     if config.calibrated and (calibration is None or not calibration.numel()):
         raise UserError("spinquant needs calibration tokens, there are none; name a calibration corpus in the recipe")

@@ -79,7 +79,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         UserError: no quantizer came before, or a rank above a layer's.
         NotMeasurable: the budget does not buy rank 1, or training diverged.
     """
-    ranks, training = low_rank.ranks(lm, config, "uniform"), config.training()
+    ranks = low_rank.ranks(lm, config, "uniform")
+    training = config.training()
     teacher = lm.full_precision()
     ids = spear.sequences(teacher, None, training)
     ecs = start(lm, ranks, ids[: config.cka_samples], training)

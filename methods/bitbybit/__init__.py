@@ -164,7 +164,8 @@ def block_task(state: TrainedBlock, kwargs: dict, picked: bool, stages: Sequence
     above = [earlier, *students[:-1]]
     seconds = [source and (full if config.teacher == "full" else source) for source in above]
     if not config.second:
-        seconds, earlier = [None] * len(students), None
+        seconds = [None] * len(students)
+        earlier = None
     tensors = state.latent if picked else {}
     rates = dict.fromkeys(tensors, config.lr)
     return BlockTask(students, seconds, earlier, tensors, rates, seconds_are_full=config.teacher == "full")
@@ -241,7 +242,8 @@ def finish(lm: LowBitModel, states: Sequence[TrainedBlock], config: Config) -> N
                 lm.set_weight(f"{prefix}.{name}", weight)
         for name, bits in state.input_bits(config.act_bits).items():
             if bits < FULL:
-                width, own = state.latent[name].shape[1], state.columns.get(name)
+                width = state.latent[name].shape[1]
+                own = state.columns.get(name)
                 lm.attach(f"{prefix}.{name}", inputs.attachment("bitbybit", width, config.input_grid(bits), own))
 
 
@@ -252,7 +254,10 @@ def _full(block: nn.Module, kwargs: dict, x: Tensor) -> Tensor:
 def work(config: Config, sequences: int, quantized: bool, count: int) -> training_cost.Work:
     """What its training takes: its passes over the blocks, one by one."""
     whole_batches = max(1, sequences // config.batch) * config.batch / max(1, sequences)
-    passes, streams, most, trained = 0.0, 0, 1, 0.0
+    passes = 0.0
+    streams = 0
+    most = 1
+    trained = 0.0
     widths: set[int] = set()
     for number, (stage, share) in enumerate(
         zip(config.stages, precision_order.coverage(config.stages, config.rho), strict=True)
@@ -261,7 +266,8 @@ def work(config: Config, sequences: int, quantized: bool, count: int) -> trainin
         students = len(widths) if config.any_precision else 1
         earlier = int(bool(config.second) and not config.any_precision and (number > 0 or quantized))
         targets = earlier + (students - 1 if config.second else 0)
-        streams, most = max(streams, 2 + students + earlier + targets), max(most, students)
+        streams = max(streams, 2 + students + earlier + targets)
+        most = max(most, students)
         picked = precision_order.lowered_blocks(share, count) / count
         trained += picked
         training = config.epochs * whole_batches * students * training_cost.TRAINED

@@ -84,10 +84,13 @@ def step(halves: Tensor, branch: Tensor, grid: GroupGrid, offset: float = QUARTE
         offset: of a branch, in steps.
     """
     far = torch.inf
-    low, high = halves.masked_fill(branch, far), halves.masked_fill(branch, -far)
+    low = halves.masked_fill(branch, far)
+    high = halves.masked_fill(branch, -far)
     low, high = low.amin(-1, keepdim=True), high.amax(-1, keepdim=True)
-    low_branch, high_branch = halves.masked_fill(~branch, far), halves.masked_fill(~branch, -far)
-    low_branch, high_branch = low_branch.amin(-1, keepdim=True), high_branch.amax(-1, keepdim=True)
+    low_branch = halves.masked_fill(~branch, far)
+    high_branch = halves.masked_fill(~branch, -far)
+    low_branch = low_branch.amin(-1, keepdim=True)
+    high_branch = high_branch.amax(-1, keepdim=True)
     largest = halves.abs().amax(-1, keepdim=True)
     if grid.levels == "seq":
         share = 2 / 2**grid.bits

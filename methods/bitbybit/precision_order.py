@@ -83,7 +83,8 @@ def coverage(stages: Sequence[Precision], start: float) -> list[float]:
     It starts again where a schedule turns from weights to activations or back, so that what was lowered before is
     lowered everywhere; a stage alone covers all.
     """
-    kinds, before = [], Precision()
+    kinds = []
+    before = Precision()
     for stage in stages:
         kinds.append((stage.weights != before.weights, stage.activations != before.activations))
         before = stage

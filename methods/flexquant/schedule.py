@@ -160,7 +160,8 @@ def bits_by_step(log: Iterable[Switch], sizes: Mapping[str, int], high: int, ste
         steps: how many decode steps there were.
     """
     total = sum(sizes.values())
-    bits, change = dict.fromkeys(sizes, high), np.zeros(steps + 1, dtype=np.int64)  # of all weights together
+    bits = dict.fromkeys(sizes, high)
+    change = np.zeros(steps + 1, dtype=np.int64)  # of all weights together
     for switch in sorted(log, key=lambda switch: switch.step):
         if switch.step <= steps:
             change[switch.step - 1] += sizes[switch.layer] * (switch.bits - bits[switch.layer])

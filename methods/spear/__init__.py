@@ -50,7 +50,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     ranks = layer_ranks(lm, names, config)
     ecs = start(lm, ranks, ids[: config.cka_samples], config)
 
-    trained, phases = ids[: config.sequences], config.phases
+    trained = ids[: config.sequences]
+    phases = config.phases
     steps = ", ".join(f"{phase.epochs} x {config.steps} steps at lr {phase.lr:.3g}" for phase in phases)
     size = sum(stored_bytes(r, [tuple(lm.weights[name].shape)], config.hidden) for name, r in ranks.items())
     shown = " to ".join(str(r) for r in sorted(set(ranks.values())))  # r, or "r to r + 1"
@@ -134,7 +135,8 @@ def layer_ranks(lm: LowBitModel, names: list[str], config: Config) -> dict[str, 
     """
     if config.rank:
         return dict.fromkeys(names, config.rank)
-    shapes, budget = [tuple(lm.weights[name].shape) for name in names], budget_bytes(lm, config)
+    shapes = [tuple(lm.weights[name].shape) for name in names]
+    budget = budget_bytes(lm, config)
     r = selection.rank(budget, shapes, config.hidden)
     if config.remainder == "unspent":
         return dict.fromkeys(names, r)

@@ -99,9 +99,11 @@ def calibrate(
                 optimizer.step()
                 return loss.detach()
 
-            replayed, means = graphs.Replayed(step, partial(graphs.changed, optimizer)), []
+            replayed = graphs.Replayed(step, partial(graphs.changed, optimizer))
+            means = []
             for epoch in range(phase.epochs):
-                steps, losses = torch.randperm(len(ids), generator=generator).to(ids.device).split(config.batch), []
+                steps = torch.randperm(len(ids), generator=generator).to(ids.device).split(config.batch)
+                losses = []
                 for i, rows in enumerate(tqdm(steps, f"spear: {'/'.join(phase.trained)}", **QUIET)):
                     done = (epoch + i / len(steps)) / phase.epochs
                     graphs.set_rate(optimizer, phase.lr * SCHEDULES[config.schedule](done))

@@ -33,7 +33,8 @@ class Compensator(nn.Module):
 
     def __init__(self, tensors: dict[str, Tensor], alpha: float) -> None:
         super().__init__()
-        self.alpha, self.gated = alpha, GATE[0] in tensors
+        self.alpha = alpha
+        self.gated = GATE[0] in tensors
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
 
@@ -89,7 +90,8 @@ def pack(ec: Compensator) -> dict[str, Tensor]:
 
 def unpack(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """The float32 tensors of `stored`: exactly the codes times their scales."""
-    A, B = stored["A"].float() * stored["A_scale"][:, None], stored["B"].float() * stored["B_scale"]
+    A = stored["A"].float() * stored["A_scale"][:, None]
+    B = stored["B"].float() * stored["B_scale"]
     return {"A": A, "B": B} | {name: stored[name].float() for name in GATE if name in stored}
 
 

@@ -37,7 +37,8 @@ def start(lm: LowBitModel, ranks: Mapping[str, int], ids: Tensor, config: Config
     """
     whitened = config.init == "whitened"
     inputs = statistics(lm.model, list(ranks), ids, ["second_moment"]) if whitened else {}
-    generator, ecs = torch.Generator().manual_seed(config.seed), {}
+    generator = torch.Generator().manual_seed(config.seed)
+    ecs = {}
 
     def uniform(*shape: int) -> Tensor:  # as wide as nn.Linear's
         return (2 * torch.rand(*shape, generator=generator) - 1) / math.sqrt(shape[-1])
@@ -52,7 +53,8 @@ def start(lm: LowBitModel, ranks: Mapping[str, int], ids: Tensor, config: Config
         else:
             with in_layer(name):
                 A, B = truncated(error(lm, name), r, inputs[name].second_moment if whitened else None)
-        tensors, h = {"A": A, "B": B / config.alpha}, config.hidden * r
+        tensors = {"A": A, "B": B / config.alpha}
+        h = config.hidden * r
         if config.gate:
             tensors |= {"W1": uniform(h, r), "b1": torch.zeros(h), "W2": torch.zeros(r, h), "b2": torch.zeros(r)}
         tensors = {key: tensor.to(W.device, torch.float32).contiguous() for key, tensor in tensors.items()}

@@ -42,7 +42,8 @@ def damages(teacher: nn.Module, quantized: dict[str, Tensor], ids: Tensor) -> di
             [teacher.base_model(b, use_cache=False).last_hidden_state.flatten(0, 1) for b in ids.split(SEEN_TOGETHER)]
         )
 
-    H_fp, damage = hidden(), {}
+    H_fp = hidden()
+    damage = {}
     for name, weight in tqdm(quantized.items(), "spear: damage", leave=False, mininterval=10):
         parameter = teacher.get_submodule(name).weight
         full, parameter.data = parameter.data, weight

@@ -103,7 +103,8 @@ def _encode(x: Tensor, importance: Tensor | None) -> Tensor:
         scales, minima, codes = _search(x, weights, *WEIGHTED)
         total = sum(weights)
         (d, scales), (dmin, minima) = _fitted(scales, total), _fitted(minima, total)
-    packed, factors = _packed(scales, minima), torch.stack([d, dmin]).half()
+    packed = _packed(scales, minima)
+    factors = torch.stack([d, dmin]).half()
     step, offset = (factor.float() * six for factor, six in zip(factors, _unpacked(packed)))
     codes = torch.where(step != 0, _nearest((x + offset) / step).clamp_(0, TOP), codes).to(torch.uint8)
     codes = codes.view(BLOCK, BLOCKS // 2, 2, -1)
@@ -126,18 +127,22 @@ def _search(x: Tensor, weights: Tensor, first: float, step: float, trials: int) 
     flat = low == high
     sum_w, sum_x = sum(weights), sum(weights * x)
     inverse = _over(TOP, high - low)
-    codes, scale = _nearest(inverse * (x - low)).clamp_(0, TOP).float(), _over(1, inverse)
+    codes = _nearest(inverse * (x - low)).clamp_(0, TOP).float()
+    scale = _over(1, inverse)
     best = sum(weights * (scale * codes + low - x).square_())
     for i in range(trials):
         factor = np.float32(first) + np.float32(step) * np.float32(i) + np.float32(TOP)
         q = _nearest(_over(factor, high - low) * (x - low)).clamp_(0, TOP).float()
         wq = weights * q
-        sum_q, sum_qq, sum_qx = sum(wq), sum(wq * q), sum(wq * x)
+        sum_q = sum(wq)
+        sum_qq = sum(wq * q)
+        sum_qx = sum(wq * x)
         determinant = sum_w * sum_qq - sum_q * sum_q
         slope = (sum_w * sum_qx - sum_x * sum_q) / determinant
         offset = (sum_qq * sum_x - sum_q * sum_qx) / determinant
         above = offset > 0
-        slope, offset = torch.where(above, sum_qx / sum_qq, slope), offset.masked_fill(above, 0)
+        slope = torch.where(above, sum_qx / sum_qq, slope)
+        offset = offset.masked_fill(above, 0)
         error = sum(weights * (slope * q + offset - x).square_())
         better = (determinant > 0) & (error < best)
         best, scale, low = (torch.where(better, *two) for two in ((error, best), (slope, scale), (offset, low)))

@@ -67,8 +67,11 @@ class Q4KWeight:
 
     def rows(self, start: int, end: int) -> "Q4KWeight":
         """A copy of the output rows `start … end - 1`, with the whole bands of 256 rows that they lie in."""
-        start, end, size = self.start + start, self.start + end, 1 if self.layout == "row" else zigzag.BAND
-        first, last = start // size, -(-end // size)
+        start = self.start + start
+        end = self.start + end
+        size = 1 if self.layout == "row" else zigzag.BAND
+        first = start // size
+        last = -(-end // size)
         owner = self.owner or self
         stored = {key: t[first:last].clone() for key in self.TENSORS if (t := getattr(owner, key)) is not None}
         return replace(owner, start=start - first * size, end=end - first * size, **stored)
@@ -114,7 +117,8 @@ def pack(weights: Mapping[str, Tensor], layout: Layout, importance: Tensor | Non
     stored = {"blocks": blocks} if layout == "zigzag" else dict(zip(("codes", "scales"), zigzag.to_planes(blocks)))
     packed, end = {}, 0
     for name, weight in weights.items():
-        start, end = end, end + len(weight)
+        start = end
+        end = end + len(weight)
         packed[name] = Q4KWeight(layout, start, end, **stored)
         stored = stored if "first" in stored else {"first": name, "owner": packed[name]}
     return packed

@@ -52,7 +52,8 @@ def histogram(x: Tensor) -> InputHistogram:
     low, high = np.partition(x.cpu().numpy(), [count, -count])[[count, -count]].astype(float)
     inner = np.linspace(low, max(high, np.nextafter(low, np.inf)), BINS - 1)
     counts = torch.cat([(x < low).sum()[None], x.histc(BINS - 2, inner[0], inner[-1]).long()])
-    edges, below = np.concatenate([[least], inner, [most]]), counts.cumsum(0).cpu().numpy()
+    edges = np.concatenate([[least], inner, [most]])
+    below = counts.cumsum(0).cpu().numpy()
     return InputHistogram((edges[1:] + edges[:-1]) / 2, np.append(below, len(x)).astype(float))
 
 
@@ -80,8 +81,10 @@ def greedy(error: Callable[[Sparsities], float], sizes: Mapping[str, int], targe
         }
         errors = {name: error({**sparsities, name: s}) for name, s in tried.items()}
         best = min(errors, key=errors.__getitem__)
-        before, sparsities = sparsities, {**sparsities, best: tried[best]}
-        before_reached, reached = reached, sum(sparsities[name] * size for name, size in sizes.items()) / total
+        before = sparsities
+        sparsities = {**sparsities, best: tried[best]}
+        before_reached = reached
+        reached = sum(sparsities[name] * size for name, size in sizes.items()) / total
     return before if target - before_reached < reached - target else sparsities
 
 

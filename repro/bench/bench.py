@@ -138,7 +138,8 @@ def bench(
     for word in only:
         if not any(word in label for label in labels):
             raise unknown("provider", word, labels)
-    about, asked = device.origin, [*only, peers.LIBRARY_LABEL]
+    about = device.origin
+    asked = [*only, peers.LIBRARY_LABEL]
     chosen = {n: p for n, p in device.providers.items() if not only or any(word in n for word in asked)}
     old = [row for row in from_csv(out) if row.origin == about] if resume and Path(out).exists() else []
     rows: list[KernelRow] = []
@@ -173,7 +174,8 @@ def bench(
         begin = time.perf_counter()
         compile_ahead([name for name, p in chosen.items() if not p.alone], todo, workers)
         say(f"compiled ahead by {workers} processes: {time.perf_counter() - begin:.0f} s")
-    begin, layer = time.perf_counter(), None
+    begin = time.perf_counter()
+    layer = None
     for i, (n, k, m) in enumerate(todo, start=1):
         if layer is None or (layer.rows, layer.columns) != (n, k):
             layer = Layer(n, k, device=device.name)
@@ -203,7 +205,9 @@ def compile_ahead(labels: Sequence[str], all_sizes: Sequence[tuple[int, int, int
 
 
 def _first_launches(label: str, n: int, k: int, counts: Sequence[int]) -> None:
-    provider, layer, task = {**peers.PEERS, **OURS}[label], Layer(n, k), None
+    provider = {**peers.PEERS, **OURS}[label]
+    layer = Layer(n, k)
+    task = None
     for m in filter(provider.takes, counts):
         with contextlib.suppress(Exception):
             task = provider.task(layer, m)
@@ -228,7 +232,10 @@ class _Run:
 
     def at(self, layer: Layer, m: int, modes: Sequence[str]) -> list[KernelRow]:
         """Rows of everybody on one layer with so many rows of activations, failures and stored peers among them."""
-        rows, tasks, unable, device = [], [], {}, self.device
+        rows = []
+        tasks = []
+        unable = {}
+        device = self.device
         for name, provider in self.chosen.items():
             if provider.takes(m):
                 try:
@@ -238,7 +245,8 @@ class _Run:
                     unable[name] = timing.bare(error)
         host = self.host_us(tasks)
         for mode in modes:
-            failed, where = dict(unable), f"{layer.rows} x {layer.columns}, M = {m}, {mode}"
+            failed = dict(unable)
+            where = f"{layer.rows} x {layer.columns}, M = {m}, {mode}"
             timings = timing.measure(tasks, device.backend, mode, self.rounds, device.floor, self.joule_seconds, failed)
             for t in timings:
                 rows.append(replace(self.row(t, t.facts), host_us=host.get(t.name)))

@@ -94,11 +94,13 @@ def _product(name: str, bits: int, group: int, symmetric: bool, dtype: str) -> C
 
         kernel = load(name)
         packed = layer.once(("packed", bits, group, symmetric), pack)
-        x, want = layer.activations(count, DTYPES[dtype]), against(layer.dequantized(bits, group, symmetric))
+        x = layer.activations(count, DTYPES[dtype])
+        want = against(layer.dequantized(bits, group, symmetric))
         if name == "linear":
             return {"x": x, "packed": packed}, kernel.wna16, want
         inputs = {"x": x, "codes": packed.codes, "scale_zero": packed.scale_zero}
-        rest, op = (bits, group, packed.rows, packed.columns, symmetric), getattr(torch.ops.lowbit, name)
+        rest = (bits, group, packed.rows, packed.columns, symmetric)
+        op = getattr(torch.ops.lowbit, name)
         if name == "dequantize":
             return inputs, lambda x, codes, scale_zero: x @ op(codes, scale_zero, *rest, x.dtype).T, want
         return inputs, lambda x, codes, scale_zero: op(x, codes, scale_zero, *rest), want
@@ -151,7 +153,8 @@ def _q4_k(name: str, share: float = 1.0, config: dict[str, int] | None = None) -
         def make() -> dict[str, torch.Tensor]:
             return q4_k_planes.make_planes(layer.rows, layer.columns, zigzag, layer.seed, layer.device)
 
-        planes, x = layer.once(("q4_k", zigzag), make), layer.activations(1, torch.bfloat16)
+        planes = layer.once(("q4_k", zigzag), make)
+        x = layer.activations(1, torch.bfloat16)
         more: dict[str, Any] = {"rows": layer.rows} if zigzag else {}
         threshold = x.abs().float().quantile(1 - share).item()
         if "active" in inspect.signature(kernel.reference).parameters:
@@ -185,8 +188,10 @@ def _w2a2(name: str) -> Callable[[Layer, int], tuple]:
             units = kernel.form.pack(weight.codes, weight.scales, weight.zeros)
             return {"units": units, "factors": weight.factor.expand(layer.rows).contiguous()}
 
-        weights, x = layer.once("w2a2", make), layer.activations(count, torch.bfloat16)
-        op, product = getattr(torch.ops.lowbit, name), load("w2a2_gemv").product
+        weights = layer.once("w2a2", make)
+        x = layer.activations(count, torch.bfloat16)
+        op = getattr(torch.ops.lowbit, name)
+        product = load("w2a2_gemv").product
         if name == "w2a2_ready":
             return dict(zip(QUANTIZED, quantizer.reference(x))) | weights, op, product
         want = lambda x, **weights: product(*quantizer.reference(x), **weights)  # noqa: E731
@@ -204,7 +209,8 @@ def _w2a16(layer: Layer, count: int) -> tuple:
         scales = group_quantizer.restored(weight.scales, weight.factor)
         return packing.pack(weight.codes, scales, weight.zeros, weight.bits, weight.group)
 
-    packed, x = layer.once("w2a16", pack), layer.activations(count, torch.bfloat16)
+    packed = layer.once("w2a16", pack)
+    x = layer.activations(count, torch.bfloat16)
     launch = lambda x, packed: kernel.wna16_gemv(x, packed)  # noqa: E731
     want = lambda x, packed: x.double() @ packing.dequantize(packed).double().T  # noqa: E731
     return {"x": x, "packed": packed}, launch, want

@@ -20,7 +20,8 @@ Provider = Callable[[dict[str, Any]], Callable[..., Any]]  # from a case's input
 
 def _sdpa(inputs: dict[str, Any]) -> Callable[..., torch.Tensor]:
     """torch's attention over whole rows of the cache, under a mask made beforehand; without one where all is seen."""
-    rows, length = len(inputs["keys"]), inputs["keys"].shape[2]
+    rows = len(inputs["keys"])
+    length = inputs["keys"].shape[2]
     slot = torch.arange(length, device=inputs["keys"].device)
     seen = slot < inputs["lengths"][:, None]
     if "mask" in inputs:
@@ -97,7 +98,8 @@ def moved(name: str, inputs: Mapping[str, Any], results: Any) -> int:  # noqa: A
     if name == "rope_append":
         return 2 * inputs["qkv"].nbytes + 8 * len(inputs["qkv"]) * inputs["keys"].shape[3]
     if name == "attention":
-        keys, rows = inputs["keys"], inputs["rows"].long()
+        keys = inputs["keys"]
+        rows = inputs["rows"].long()
         seen = torch.zeros(len(keys), dtype=torch.int32, device=rows.device).scatter_reduce(
             0, rows, inputs["lengths"], "amax"
         )

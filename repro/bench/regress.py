@@ -147,7 +147,8 @@ def load(path: Path) -> BenchmarkFile:
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{path}: {name} has no times that can be read; measure again") from None
-        library, on_host = tuple(info[key] for key in PLACE[:3]) == LIBRARY, info["mode"] == HOST
+        library = tuple(info[key] for key in PLACE[:3]) == LIBRARY
+        on_host = info["mode"] == HOST
         judged = info.get("ours", True) and not library
         cells[name] = TimedKernel(us, error, info["floor_us"], library, judged, on_host)
     devices = {str(info.get("device", "unknown")) for info, _ in kernels}
@@ -165,7 +166,8 @@ def say(key: Mapping[str, Any]) -> str:
 
 def compare(new: BenchmarkFile, baseline: Sequence[BenchmarkFile], threshold: float = THRESHOLD) -> dict[str, Change]:
     """Every judged cell of a run against the median of the baseline runs that have it, by its name."""
-    here, then = new.ratios(baseline[0]), [run.ratios(baseline[0]) for run in baseline]
+    here = new.ratios(baseline[0])
+    then = [run.ratios(baseline[0]) for run in baseline]
     olds = {name: [ratios[name] for ratios in then if name in ratios] for name, c in new.cells.items() if c.judged}
     olds = {name: theirs for name, theirs in olds.items() if theirs}
     # Rounds say how well a median is known; several baseline runs say how much it moves between runs. A spread of a few
@@ -175,7 +177,9 @@ def compare(new: BenchmarkFile, baseline: Sequence[BenchmarkFile], threshold: fl
     for on_host in (False, True):
         alike = [spread for name, spread in spreads.items() if new.cells[name].on_host == on_host]
         usual[on_host] = statistics.median(alike) if alike else 0.0
-    changes, counted, lone = {}, new.references(baseline[0]), _lone_floors(new, baseline)
+    changes = {}
+    counted = new.references(baseline[0])
+    lone = _lone_floors(new, baseline)
     for name, theirs in olds.items():
         steps = [mine - statistics.median(old) for mine, old in zip(here[name], zip(*theirs))]
         on_host = new.cells[name].on_host

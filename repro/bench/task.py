@@ -186,7 +186,8 @@ def copies_in_a_row(value: Any, count: int) -> list[Any]:  # noqa: ANN401
 
     Where else they would lie depends on what a process did before, and that alone has moved times by 6 %.
     """
-    originals, step = tensors(value), 512  # bytes; what an allocator aligns to
+    originals = tensors(value)
+    step = 512  # bytes; what an allocator aligns to
     room = [-(-t.nbytes // step) * step for t in originals]
     device = originals[0].device if originals else None
     arena = torch.empty(sum(room) * count, dtype=torch.uint8, device=device)

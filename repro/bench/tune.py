@@ -66,7 +66,8 @@ class TuningPoint:
 
 def _read_floor() -> list[TuningPoint]:
     """Sizes from a small 2-bit layer to a large bf16 one."""
-    space, sizes = load("read_floor").SPACE, [1 << n for n in range(18, 30)]
+    space = load("read_floor").SPACE
+    sizes = [1 << n for n in range(18, 30)]
     return [
         TuningPoint(str(size), space, lambda size=size: functools.partial(timing.read_floor, size)) for size in sizes
     ]
@@ -172,7 +173,8 @@ def worth_trying(config: Config, tokens: int, columns: int) -> bool:
     Where the blocks of a cluster share the columns, a warp more is tried, too: without units of its own it requests
     copies alone. One token never needs the registers of several blocks.
     """
-    split, warps = config.get("split", 1), config["warps"]
+    split = config.get("split", 1)
+    warps = config["warps"]
     if split > 1 and tokens == 1:
         return False
     units = -(-columns // (512 * split))
@@ -210,7 +212,9 @@ def sweep(
     workers = min(MOST_WORKERS, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:  # begins none until one is asked
         for point in points:
-            begin, task_of, failures = time.perf_counter(), point.prepare(), {}
+            begin = time.perf_counter()
+            task_of = point.prepare()
+            failures = {}
             configs = {json.dumps(config, sort_keys=True): dict(config) for config in point.space}
             tasks = {name: replace(task_of(config), name=name) for name, config in configs.items()}
             compile_ahead(list(tasks.values()), pool)
@@ -219,7 +223,8 @@ def sweep(
                 reason = next(iter(failures.values()), "its SPACE is empty")
                 raise UserError(f"tune: no configuration of {kernel} runs at {point.key}: {reason}")
             winner = pick(timings)
-            ran, took = len(configs) - len(failures), time.perf_counter() - begin
+            ran = len(configs) - len(failures)
+            took = time.perf_counter() - begin
             say(f"{kernel} {point.key}: {winner.us:.2f} us, {winner.name}; {ran} of {len(configs)} run; {took:.0f} s")
             yield point, configs[winner.name]
 
@@ -330,7 +335,8 @@ def gemlite(
         raise UserError(f"tune: gemlite {reason}")
     from gemlite import core
 
-    path, layer = path or peers.gemlite_file("cuda"), None
+    path = path or peers.gemlite_file("cuda")
+    layer = None
     for n, k, m in points:
         if layer is None or (layer.rows, layer.columns) != (n, k):
             layer = Layer(n, k)

@@ -5,7 +5,7 @@ A verb is a module with
     options(parser)     adds its options
     run(args)           does it; the exit code, or None for 0
 
-A kind of cell that has jobs of its own is a verb too (`measure.py`): its options are the fields of its metric.
+A metric with jobs of its own is a verb too (`measure.py`): its options are the fields of the metric.
 
 `--help`, a typo and `show` start at once. So a verb imports what takes time (torch, Transformers, pandas) in `run`.
 """
@@ -29,12 +29,12 @@ def summary(path: Path) -> str:
 
 
 def kinds() -> dict[str, Path]:
-    """The kinds of cell that are measured by jobs of their own, and where each lies; read without importing them."""
+    """The metrics that jobs of their own measure, with their files; found without importing them."""
     files = sorted((HERE.parent / "metrics").glob("*.py"))
     return {path.stem: path for path in files if RUNS.search(path.read_text(encoding="utf-8"))}
 
 
 def verbs() -> dict[str, str]:
     """Every verb and its line in `--help`."""
-    own = {name: summary(HERE / f"{name}.py") for name in VERBS}
-    return own | {name: summary(path) for name, path in kinds().items()}
+    fixed = {name: summary(HERE / f"{name}.py") for name in VERBS}
+    return fixed | {name: summary(path) for name, path in kinds().items()}

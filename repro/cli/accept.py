@@ -21,8 +21,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Take measurements into results/."""
-    drawn = args.file.parts[:1] == ("figures",) or not os.path.isfile(args.file)
-    figure = drawn and names.is_figure(os.path.splitext(args.file)[0])
+    not_a_table = args.file.parts[:1] == ("figures",) or not os.path.isfile(args.file)
+    figure = not_a_table and names.is_figure(os.path.splitext(args.file)[0])
     if not figure and (args.scale or args.device):
         raise UserError(f"{args.file}: --scale and --device belong to a figure; a table's .csv says them itself")
     from repro.results import accept

@@ -1,6 +1,7 @@
 """Select the best rate of every method of a sweep in its spec; extend a list whose best is at an end."""
 
 import argparse
+from collections.abc import Mapping
 
 from repro.cli import options as common
 from repro.specs import names
@@ -28,8 +29,17 @@ def run(args: argparse.Namespace) -> int:
     rates = choose.sweep(flow, paper, number)
     chosen = choose.choices(rates)
     for method, values in rates.items():
-        shown = ", ".join(f"x {multiple:g}: {'-' if v is None else f'{v:.4g}'}" for multiple, v in values.items())
-        print(f"{method}: {f'x {chosen[method]:g}' if method in chosen else 'no choice yet'} ({shown})")
-    new = choose.rewrite(tables.path_of(paper, number), rates)
-    print(*(f"new: {row}" for row in new), sep="\n")
+        choice = f"x {chosen[method]:g}" if method in chosen else "no choice yet"
+        print(f"{method}: {choice} ({_listed(values)})")
+    added_rows = choose.rewrite(tables.path_of(paper, number), rates)
+    print(*(f"new: {row}" for row in added_rows), sep="\n")
     return 0 if len(chosen) == len(rates) else 1
+
+
+def _listed(values: Mapping[float, float | None]) -> str:
+    """What was measured at each multiple of a method's rate; `-` where it is not measured yet."""
+    listed = []
+    for multiple, value in values.items():
+        measured = "-" if value is None else f"{value:.4g}"
+        listed.append(f"x {multiple:g}: {measured}")
+    return ", ".join(listed)

@@ -11,7 +11,7 @@ from repro.cli import options as common
 from repro.core.errors import NotMeasurable, UserError
 from repro.core.files import atomic, check_replaceable
 
-LONGEST = 2048  # tokens of a sequence of --text, where a model's context has as many and --length says nothing
+LONGEST = 2048  # tokens per sequence of --text, unless --length or the model's context says fewer
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """A model under a recipe, with the scale's calibration text or one of the user's own."""
+    """Compress a model, with the scale's calibration text or a text of the user's own."""
     from repro.jobs import compress, compressed_folder
 
     target = common.target(args, common.workflow(args, stored=False))
@@ -48,20 +48,20 @@ def run(args: argparse.Namespace) -> None:
     if args.text is not None:
         _say_what_it_takes(target, job)
     _run(job)
-    made = job.folder / compress.OUTPUTS[0]
+    compressed_file = job.folder / compress.OUTPUTS[0]
     if to_folder:
         facts = compressed_folder.write(args.out, job)
-        seen = sum(step["tokens"] for step in facts["steps"])
-        said = f"{facts['bytes']:,} bytes, {facts['bits per block weight']:.3f} bits a block weight"
-        print(f"{said}, {seen:,.0f} tokens of training")
+        trained_tokens = sum(step["tokens"] for step in facts["steps"])
+        size = f"{facts['bytes']:,} bytes, {facts['bits per block weight']:.3f} bits a block weight"
+        print(f"{size}, {trained_tokens:,.0f} tokens of training")
     elif args.out is not None:
         with atomic(args.out) as temporary:
-            shutil.copyfile(made, temporary)
-    print(args.out or made)
+            shutil.copyfile(compressed_file, temporary)
+    print(args.out or compressed_file)
 
 
 def _run(job: Any) -> None:
-    """Run the job; says how an interrupted training goes on, and what saves memory."""
+    """Run the job. If it is interrupted, say how to resume it; if memory runs out, say what saves memory."""
     try:
         common.run_now([job])
     except KeyboardInterrupt:
@@ -105,7 +105,9 @@ def _say_what_it_takes(target: Any, job: Any) -> None:
     from repro.recipes import recipe
     from repro.train import training_cost
 
-    crops, (model, scale) = job.parsed_options()["calibration"], (target.model, target.scale)
+    crops = job.parsed_options()["calibration"]
+    model = target.model
+    scale = target.scale
     text = tokens.job(target, crops["corpus"])
     common.run_now([text])
     ids, _ = corpora.load_tokens(text.folder / tokens.OUTPUTS[0])
@@ -113,14 +115,15 @@ def _say_what_it_takes(target: Any, job: Any) -> None:
     sequences = len(compress.first_sequences(ids, steps, crops))
     torch.set_num_threads(scale.threads)
     seconds = training_cost.block_seconds(steps, model, scale.hub, scale.device, scale.dtype, crops["length"])
-    shape, size = training_cost.shape(model, scale.hub), getattr(torch, scale.dtype).itemsize
+    shape = training_cost.shape(model, scale.hub)
+    size = getattr(torch, scale.dtype).itemsize
     cost = training_cost.estimate(steps, shape, sequences, crops["length"], size, scale.device)
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if scale.device == "cuda" else None
     print(training_cost.report(cost, cost.token_blocks * seconds, free), flush=True)
 
 
 def _not_run_by_the_engine(target: Any) -> str:
-    """Why the decode engine will not run what is compressed, said before hours go into it; empty where it will.
+    """Why the decode engine cannot run the compressed model, known before hours go into it; empty if it can.
 
     Raises:
         UserError: the model's configuration does not load.
@@ -140,7 +143,7 @@ def _not_run_by_the_engine(target: Any) -> str:
 
 
 def _check_out(out: Path) -> None:
-    """Raise where the file `out` is something that this command did not write, or would become part of a model."""
+    """Raise if this command did not write the file `out`, or if the file would become part of a model."""
     from repro.jobs import compressed_folder
     from repro.models.lowbit import is_compressed_file
 

@@ -26,7 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the plan and what it gives."""
+    """Print the plan of what stays on the device, and the estimated tokens/s."""
     from repro.generation import fit, limited
 
     draft = None if args.draft == "none" else limited.parse_draft(args.draft)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The model, the prompt, and how it goes on."""
+    """The model, the prompt, and how it is continued."""
     add = parser.add_argument
     add("prompt", nargs="?", help="the text to continue (default: standard input)")
     add("--file", type=Path, help="a file with the prompt")
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _limited(args: argparse.Namespace, where: dict[str, Any]) -> "Limited":
-    """The engine under a memory limit; says when the model fits into it."""
+    """The engine under a memory limit. Warns if the model fits without a draft, or the draft is sharpened."""
     from repro.generation import Limited
 
     if args.precision is not None:
@@ -91,29 +91,31 @@ def _limited(args: argparse.Namespace, where: dict[str, Any]) -> "Limited":
             f"{args.model} fits into {args.memory}: the draft is the model itself; leave out --draft", file=sys.stderr
         )
     if args.draft and args.temperature > 0 and (sharp := engine.draft.sampled_temperature) < 1:
-        said = f"sampled_temperature is {sharp:g}: a sharpened draft guesses worse what is drawn"
-        print(f"{said}; the text is the same, 1 is no sharpening", file=sys.stderr)
+        warning = f"sampled_temperature is {sharp:g}: a sharpened draft guesses worse what is drawn"
+        print(f"{warning}; the text is the same, 1 is no sharpening", file=sys.stderr)
     return engine
 
 
 def _switched(engine: "SwitchingEngine", prompt: str, sampling: dict[str, Any]) -> str:
-    """What became of the precision, and the speed next to that of the first width alone on as many tokens."""
-    switching, speed, high = engine.switching, engine.stats.tokens_per_s, engine.config.path[0]
+    """What was switched, and the speed compared with the first width alone on the same number of tokens."""
+    switching = engine.switching
+    speed = engine.stats.tokens_per_s
+    high = engine.config.path[0]
     if 3 in engine.config.path:
         return f"{switching} | no speed: 3 bits have no kernel"
     engine.hold(high)
     for _ in engine.generate(prompt, **sampling | {"max_new_tokens": engine.stats.new_tokens, "stop": ()}, eos=False):
         pass
     static = engine.stats.tokens_per_s
-    said = f"{speed:.1f} tokens/s, {speed / static:.2f} times static {high} bits ({static:.1f} tokens/s)"
-    return f"{switching} | {said}"
+    comparison = f"{speed:.1f} tokens/s, {speed / static:.2f} times static {high} bits ({static:.1f} tokens/s)"
+    return f"{switching} | {comparison}"
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """The text to go on with: the argument, a file's, or what comes by standard input."""
+    """The text to continue: the argument, a file's content, or standard input."""
     try:
         named = f"--file {args.file}"
-        given = sys.stdin if args.file is None else regular(args.file, named).open(encoding="utf-8")
-        return given.read().removesuffix("\n") if args.prompt is None else args.prompt
+        stream = sys.stdin if args.file is None else regular(args.file, named).open(encoding="utf-8")
+        return stream.read().removesuffix("\n") if args.prompt is None else args.prompt
     except (OSError, ValueError) as error:
         raise UserError(f"--file {args.file or '-'}: no text that can be read ({error})") from None

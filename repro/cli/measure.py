@@ -13,10 +13,10 @@ from repro.papers.cell import Cell
 
 
 def options(parser: argparse.ArgumentParser, path: Path) -> None:
-    """The model, and the fields of what a kind is asked for.
+    """The model, and an option for each field of a metric.
 
     Args:
-        path: the kind's module, which is read without importing it.
+        path: the metric's module, which is read without importing it.
     """
     common.add_target(parser)
     for field in params_fields(path):
@@ -42,7 +42,7 @@ class Field:
 
 
 def params_fields(path: Path) -> list[Field]:
-    """The fields of the metric in a kind's module, read from its source: importing it would import torch."""
+    """The fields of the metric in a module, read from its source: importing it would import torch."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     (metric,) = [node for node in classes if {ast.unparse(base) for base in node.bases} & {"Metric", "Accuracy"}]
@@ -56,10 +56,10 @@ def params_fields(path: Path) -> list[Field]:
 
 
 def run(args: argparse.Namespace, kind: str) -> None:
-    """Measure; print what it was measured on and, in the last line, the value with its interval.
+    """Measure; print the texts or tasks and, in the last line, the value with its interval.
 
     Raises:
-        UserError: a scale without a protocol for the kind, or a recipe that has nothing to show there.
+        UserError: the scale has no protocol for the metric, or the metric has no value for the recipe.
     """
     from repro.metrics import KINDS
     from repro.results import stored_rows
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace, kind: str) -> None:
     metric = KINDS[kind]
     flow = common.workflow(args, stored=False)
     target = common.target(args, flow)
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(metric)}
-    params = metric(**{name: value for name, value in values.items() if value is not None})
+    options_of_metric = {field.name: getattr(args, field.name) for field in dataclasses.fields(metric)}
+    params = metric(**{name: value for name, value in options_of_metric.items() if value is not None})
     nowhere = Cell(paper="", kind="", number="", row="", col="", model=target.model, metric="")
     facts = {"measure": kind, "params": params, "recipe": target.text, "stand_in": target.model, "seeds": (args.seed,)}
     cell = dataclasses.replace(nowhere, **facts)
@@ -97,13 +97,13 @@ def _observed_on(quantity: Any, n: int) -> list[str]:
     """The texts and tasks behind a value, with how many windows or items."""
     series = []
     for seed in quantity.seeds:
-        series += [one for one in seed.values() if one.group]
-    groups = dict.fromkeys(one.group for one in series)
+        series += [observed for observed in seed.values() if observed.group]
+    groups = dict.fromkeys(observed.group for observed in series)
     return [f"{n} {series[0].axis} of {', '.join(groups)}"] if series else []
 
 
 def _against_full(flow: Any, cell: Cell, quantity: Any) -> list[str]:
-    """A compressed model's perplexity over that of full precision, on the same windows, which is measured as well."""
+    """The ratio of a compressed model's perplexity to full precision's on the same windows, which is measured too."""
     from repro.results import stored_rows
     from repro.stats.quantity import compose
 

@@ -9,10 +9,10 @@ from repro.core.errors import UserError, shortened
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one sentence what is wrong with the options, without the usage in front."""
+    """A parser whose error is one sentence, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        """What argparse calls when the options do not fit."""
+        """Raise argparse's message as a `UserError`."""
         raise UserError(f"{shortened(message, 300)}; {self.prog} --help lists the options")
 
 
@@ -25,7 +25,7 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def number(least: int, kind: type = int) -> Callable[[str], int | float]:
-    """Reads a number of at least `least`, and at most what 31 bits hold."""
+    """The `type=` of an option: a number of at least `least` and less than 2**31."""
 
     def read(text: str) -> int | float:
         try:
@@ -33,22 +33,22 @@ def number(least: int, kind: type = int) -> Callable[[str], int | float]:
         except ValueError:
             value = float("nan")
         if not least <= value < 2**31:  # also of NaN
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not {what} of {least} or more")
+            expected = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not {expected} of {least} or more")
         return value
 
     return read
 
 
 def add_scale(parser: argparse.ArgumentParser) -> None:
-    """The options that name a scale and change keys of it."""
+    """Add the options that name a scale and override its keys."""
     parser.add_argument("--scale", help="config/<name>.yaml; default $SCALE, else pocket")
     parser.add_argument("--configfile", type=Path, help="a scale file instead of a name")
     parser.add_argument("--config", nargs="+", metavar="KEY=VALUE", help="override single keys of the scale")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """The options that name a model under a recipe, at a scale."""
+    """Add the options that name a model, a recipe and a scale."""
     add_scale(parser)
     parser.add_argument("model")
     parser.add_argument("--recipe", default="fp16", help="such as 'gptq-w4-g128' or 'rtn-w4-pc + spear'")
@@ -91,7 +91,7 @@ def target(args: argparse.Namespace, flow: Any) -> Any:
 
 
 def run_now(jobs: list[Any]) -> None:
-    """Run jobs and what they need, here.
+    """Run jobs and the jobs that they need, in this process.
 
     Raises:
         NotMeasurable: one of them cannot be done.

@@ -35,11 +35,12 @@ def run(args: argparse.Namespace) -> int:
     from repro.store.job import distinct
     from repro.workflow import pool, runner
 
-    jobs, turns = [], {}
-    for turn, target in enumerate(targets):
-        wanted = distinct(_jobs_of(args, target))  # a file may name results alone, and their needs have its turn
-        turns = dict.fromkeys((job.id for job in wanted), turn) | turns
-        jobs += wanted
+    jobs = []
+    turn_by_id = {}
+    for position, target in enumerate(targets):
+        target_jobs = distinct(_jobs_of(args, target))  # a file may name results alone, and their needs have its turn
+        turn_by_id = dict.fromkeys((job.id for job in target_jobs), position) | turn_by_id
+        jobs += target_jobs
     jobs = distinct(jobs)
     if args.save is not None:
         check_replaceable(args.save, "--save", runner.is_file_of_jobs)
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if any(map(_is_file, targets)):
         runner.check_here(jobs)
-    return 1 if pool.run_all(jobs, args.side_by_side, args.gpus, args.minutes, turns) else 0
+    return 1 if pool.run_all(jobs, args.side_by_side, args.gpus, args.minutes, turn_by_id) else 0
 
 
 def _is_file(target: str) -> bool:

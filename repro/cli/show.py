@@ -8,7 +8,7 @@ from repro.core.errors import UserError
 from repro.render.sheet import Sheet, read_markdown, terminal
 from repro.specs import names
 
-SAID = ("replicated here", "differs: ")  # notes of a table that a build says last
+SAID_LAST = ("replicated here", "differs: ")  # starts of the notes that a build prints last
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -22,10 +22,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(target: str) -> None:
-    """Print a table and, under the project's own Table 1, SPEAR's and the paths of each paper's own.
+    """Print a table. The project's Table 1 is followed by SPEAR's Table 1 and the path of each paper's own.
 
     Raises:
-        UserError: unknown, or damaged.
+        UserError: an unknown table, or a damaged file.
     """
     stem = names.canonical(target) if "/" in target else target
     names.check_targets([f"tables/{stem}.tex"])
@@ -41,20 +41,20 @@ def show(target: str) -> None:
         print(f"written: tables/{stem}.tex  tables/{stem}.csv  tables/{stem}.md")
     else:
         print(f"from stored results; make tables/{stem}.tex builds it, and replicates what this machine can")
-    said = []
+    last_notes = []
     for sheet in sheets:
-        said += [note for note in sheet.notes if note.startswith(SAID)]
-    for line in dict.fromkeys(said):
+        last_notes += [note for note in sheet.notes if note.startswith(SAID_LAST)]
+    for line in dict.fromkeys(last_notes):
         print(line)
 
 
 def path_of(stem: str) -> Path:
-    """Where a built table lies."""
+    """The file of a built table."""
     return Path("tables") / f"{stem}.md"
 
 
 def sheet_of(stem: str) -> Sheet:
-    """The sheet of a table that was built here, else of what is stored of it.
+    """The sheet of a table as it was built here, else from stored results.
 
     Raises:
         UserError: the built file is damaged.
@@ -76,5 +76,5 @@ def read(path: Path) -> Sheet:
     """
     try:
         return read_markdown(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, IndexError, AttributeError):  # AttributeError: a head that is no head
+    except (OSError, ValueError, IndexError, AttributeError):  # AttributeError: a malformed head
         raise UserError(f"{path}: damaged, not a table that was built here; delete it and build it again") from None

@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         from repro.render import table_files as writer
 
-        folder, endings = "tables", (".tex", ".csv", ".md")
+        folder = "tables"
+        endings = (".tex", ".csv", ".md")
 
     flow = common.workflow(args, stored=False if args.built else None)
     if args.built and flow.scale.device == "any":

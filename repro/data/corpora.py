@@ -282,7 +282,8 @@ def load_tokens(path: Path | str) -> tuple[np.ndarray, dict[str, str]]:
     """
     try:
         with safe_open(path, "np") as file:
-            ids, meta = file.get_tensor("ids"), json.loads((file.metadata() or {}).get("tokens", "{}"))
+            ids = file.get_tensor("ids")
+            meta = json.loads((file.metadata() or {}).get("tokens", "{}"))
     except Exception as error:  # safetensors has its own kinds
         raise UserError(
             f"{path}: an incomplete or damaged file of token ids ({error}); delete it and build it again"

@@ -238,6 +238,7 @@ GRADES: dict[str, Callable[[str, Any], bool]] = {"number": _number_is_right, "in
 
 def graded(name: str, answers: Sequence[str], items: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """1 where an answer is right, and where it would be right for the next item, float64 `[N]` each."""
-    judge, following = GRADES[GENERATED[name].grade], [*items[1:], *items[:1]]
+    judge = GRADES[GENERATED[name].grade]
+    following = [*items[1:], *items[:1]]
     pairs = [[float(judge(answer, item)) for answer, item in zip(answers, of)] for of in (items, following)]
     return np.asarray(pairs[0]), np.asarray(pairs[1])

@@ -103,7 +103,8 @@ def load(name: str, count: int | None = None, seed: int = 0) -> list[Prompt]:
     """
     if name not in SETS:
         raise unknown("prompt set", name, SETS)
-    entry, prompts = SETS[name], rows(name)
+    entry = SETS[name]
+    prompts = rows(name)
     if count is not None:
         if not 1 <= count <= len(prompts):
             raise UserError(f"{count} prompts of {name!r}: the set has {len(prompts):,}; take 1 to {len(prompts):,}")
@@ -118,7 +119,8 @@ def load(name: str, count: int | None = None, seed: int = 0) -> list[Prompt]:
 
 def lacking(name: str) -> str:
     """Why a set's prompts cannot be read here; empty if they can."""
-    entry, folder = SETS[name], os.environ.get("REPRO_DATA")
+    entry = SETS[name]
+    folder = os.environ.get("REPRO_DATA")
     if entry.stored or (folder and (Path(folder) / entry.source).is_file()):
         return ""
     return f"prompt set {name!r} is read from the folder in REPRO_DATA, which has no {entry.source}"

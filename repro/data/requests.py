@@ -74,7 +74,8 @@ class Requests:
 
     def rows(self) -> list[tuple[int, np.ndarray, int]]:
         """Of each answer: its prefix (-1: none), the ids of prompt and answer after it, how many are the answer's."""
-        prompts, answers = _split(self.prompt, self.prompt_size), _split(self.answer, self.answer_size)
+        prompts = _split(self.prompt, self.prompt_size)
+        answers = _split(self.answer, self.answer_size)
         before, of = self.prompt_prefix.tolist(), self.answer_prompt.tolist()
         return [(before[i], np.concatenate([prompts[i], ids]), len(ids)) for i, ids in zip(of, answers)]
 
@@ -138,7 +139,8 @@ def load_shipped(
 def offline() -> Iterator[None]:
     """No hub, and lm-eval speaks only of errors."""
     noisy = logging.getLogger("lm_eval")
-    level, words = noisy.level, ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+    level = noisy.level
+    words = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
     with mock.patch.dict(os.environ, dict.fromkeys(words, "1")):
         noisy.setLevel(logging.ERROR)
         try:
@@ -192,7 +194,9 @@ def _add(
 ) -> None:
     """Append the requests of one of lm-eval's tasks."""
     one.build_all_requests(rank=0, world_size=1)
-    first, prompts, index = len(arrays["prompt"]), [], {}
+    first = len(arrays["prompt"])
+    prompts = []
+    index = {}
     pairs = [_moved(*instance.args) for instance in one.instances]
     for start in range(0, len(pairs), CHUNK):
         part = pairs[start : start + CHUNK]

@@ -59,7 +59,8 @@ def _right(
     if gold < 0:
         acc = norm = int(greedy[0])
     else:
-        acc, norm = int(logliks.argmax() == gold), int((logliks / chars).argmax() == gold)
+        acc = int(logliks.argmax() == gold)
+        norm = int((logliks / chars).argmax() == gold)
     right = float(logliks[max(gold, 0)])
     choice = right - float(logsumexp(logliks)) if len(logliks) > 1 else np.nan
     return acc, norm, logliks.tolist(), -right, choice, bool(cut.any())

@@ -67,9 +67,11 @@ def bleu(counts: Mapping[str, Any]) -> Any:
     logs = 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
         for n in range(1, ORDERS + 1):
-            matches, grams = np.asarray(counts[f"matches {n}"], float), np.asarray(counts[f"n-grams {n}"], float)
+            matches = np.asarray(counts[f"matches {n}"], float)
+            grams = np.asarray(counts[f"n-grams {n}"], float)
             logs = logs + np.log(np.where(grams > 0, matches / grams, 0.0)) / ORDERS
-        length, wanted = np.asarray(counts["length"], float), np.asarray(counts["reference length"], float)
+        length = np.asarray(counts["length"], float)
+        wanted = np.asarray(counts["reference length"], float)
         brevity = np.where(length > 0, np.minimum(1 - wanted / length, 0.0), -np.inf)
         return 100 * np.exp(brevity + logs)
 

@@ -225,7 +225,8 @@ class EngineMemory:
         """Bytes by what they are for, with so many resident blocks."""
         config, item = self.config, self.dtype.itemsize
         blocks, hidden = config.num_hidden_layers, config.hidden_size
-        streamed, dense = blocks - resident, block_sizes(config, self.dtype)
+        streamed = blocks - resident
+        dense = block_sizes(config, self.dtype)
         biases = sum(rows for rows, _ in products(config).values())  # at most
         small = (2 * blocks + 1) * hidden * item + blocks * biases * item + 2 * self.slots * head_size(config) * 4
         dequantized = max(dense) if self.target else 0

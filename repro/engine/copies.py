@@ -33,7 +33,10 @@ class Copies(nn.Module):
 
     def __init__(self, names: Sequence[str], sizes: Sequence[int], columns: int, at: Mapping[int, nn.Module]) -> None:
         super().__init__()
-        self.names, self.sizes, self.columns, self.levels = list(names), list(sizes), columns, None
+        self.names = list(names)
+        self.sizes = list(sizes)
+        self.columns = columns
+        self.levels = None
         self.at = dict(at)  # a plain mapping: `buffers` counts what a step reads, not all that is there
         self.high = next(iter(at))
         self.prefill = self.at[self.high]
@@ -150,7 +153,8 @@ def rows_of(product: nn.Module, start: int, end: int) -> nn.Module:
 def _rows_of_parts(whole: Joined, start: int, end: int) -> nn.Module:
     parts, begin = [], 0
     for part in whole:
-        first, last = max(start - begin, 0), min(end - begin, part.outputs)
+        first = max(start - begin, 0)
+        last = min(end - begin, part.outputs)
         if first < last:
             parts.append(rows_of(part, first, last))
         begin += part.outputs

@@ -45,8 +45,12 @@ class Core:
     RATED = True
 
     def __init__(self, name: str, model: Decoder, hub: bool = False) -> None:
-        self.name, self.hub, self.steps, self.context = name, hub, self.STEPS(model, 1), len(model.cos)
-        self.stats, self.chunk = Stats(stored_bytes=model.stored_bytes, read_bytes=model.read_bytes), CHUNK
+        self.name = name
+        self.hub = hub
+        self.steps = self.STEPS(model, 1)
+        self.context = len(model.cos)
+        self.stats = Stats(stored_bytes=model.stored_bytes, read_bytes=model.read_bytes)
+        self.chunk = CHUNK
         self._turn = object()  # of the generation that may go on
 
     def generate(
@@ -197,7 +201,9 @@ class Core:
     def _run(self, batch: Decoding) -> Iterator[list[tuple[int, int, float]]]:
         """The steps of a generation, and its stats when it ends, also early."""
         self._turn = turn = object()
-        count, device, given = len(batch.prompts), self.model.device, 0
+        count = len(batch.prompts)
+        device = self.model.device
+        given = 0
         if count > len(self.cache.lengths):
             self.steps = self.STEPS(self.model, count)
         if device.type == "cuda":

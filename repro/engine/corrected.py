@@ -23,7 +23,8 @@ class Corrected(nn.Module):
 
     def __init__(self, product: nn.Module, corrections: Sequence[tuple[int, nn.Module]]) -> None:
         super().__init__()
-        self.product, self.starts = product, [start for start, _ in corrections]
+        self.product = product
+        self.starts = [start for start, _ in corrections]
         self.layers = nn.ModuleList(layer for _, layer in corrections)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,7 +125,8 @@ def compensated(
         stored: its tensors, as `methods.spear.compensator.pack` makes them, on the product's device.
         alphas: its α.
     """
-    hidden, rank = gate_width(stored), max(len(tensors["A"]) for tensors in stored)
+    hidden = gate_width(stored)
+    rank = max(len(tensors["A"]) for tensors in stored)
     if hidden is not None and kernel.fits(rank, hidden) and takes(product):
         return Compensated(product, kernel.pack(starts, stored, alphas, hidden))
     modules = [Compensator(unpack(tensors), alpha) for tensors, alpha in zip(stored, alphas)]

@@ -92,7 +92,8 @@ class Steps:
     passes: Traffic | None = None
 
     def __init__(self, model: Decoder, rows: int) -> None:
-        self.model, self.cache = model, Cache(model, rows)
+        self.model = model
+        self.cache = Cache(model, rows)
         self.graphed = model.device.type == "cuda" and not model.streams
         self.states: dict[tuple[int, bool, bool], DecodingState] = {}
         self.graphs: dict[DecodingState, torch.cuda.CUDAGraph] = {}
@@ -153,15 +154,23 @@ class Decoding:
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], sampling: Sampling, seeds: Sequence[int],
         scored: bool = False,
     ) -> None:  # fmt: skip
-        self.prompts, self.limits, self.sampling, self.seeds, self.scored = prompts, limits, sampling, seeds, scored
-        self.running, self.prefill_s, self.seconds, self.slots = set(range(len(prompts))), math.nan, [], 0
+        self.prompts = prompts
+        self.limits = limits
+        self.sampling = sampling
+        self.seeds = seeds
+        self.scored = scored
+        self.running = set(range(len(prompts)))
+        self.prefill_s = math.nan
+        self.seconds = []
+        self.slots = 0
 
     def run(self, steps: Steps, chunk: int) -> Iterator[list[tuple[int, int, float]]]:
         """(sequence, token, log probability) of those that go on, step by step; the next step is launched before."""
         began = time.perf_counter()
         self.state = steps.state(len(self.prompts), self.sampling.temperature > 0, self.scored)
         self._prefill(steps, chunk)
-        waiting, given = self._fetch(), 0
+        waiting = self._fetch()
+        given = 0
         while self.running:
             given += 1
             going = {i for i in self.running if self.limits[i] > given}
@@ -192,7 +201,10 @@ class Decoding:
 
     @torch.inference_mode()
     def _prefill(self, steps: Steps, chunk: int) -> None:
-        state, device, count, last = self.state, steps.model.device, len(self.prompts), []
+        state = self.state
+        device = steps.model.device
+        count = len(self.prompts)
+        last = []
         state.rows[:count] = torch.arange(count, dtype=torch.int32, device=device)
         state.seeds[:count] = torch.tensor(self.seeds, device=device)
         for name in ("temperature", "top_k", "top_p"):

@@ -73,7 +73,9 @@ class Drafted(Decoding):
     def __init__(self, plain: Decoding, drafter: Drafter, phases: bool = False) -> None:
         super().__init__(plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored)
         self.drafter, self.phases = drafter, phases
-        self.lengths, self.draft_s, self.verify_s = [1], [], []
+        self.lengths = [1]
+        self.draft_s = []
+        self.verify_s = []
         self.passes: list[int] = []
         self.verified: list[tuple[float, float]] = []
         self.verify: Verifier | None = None
@@ -90,7 +92,8 @@ class Drafted(Decoding):
         tokens, logprobs, ready = self._fetch()()
         self.prefill_s = ready - began
         self.verify = Verifier(steps.model, steps.cache, self.drafter.tree, self.sampling, self.seeds[0], self.scored)
-        length, given = len(self.prompts[0]), 0
+        length = len(self.prompts[0])
+        given = 0
         following = [(tokens[0], logprobs[0])]
         while True:
             for token, logprob in following:

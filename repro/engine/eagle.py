@@ -126,8 +126,10 @@ class FittedHead:
     @torch.inference_mode()
     def states(self, cache: Cache, tokens: Tokens, before: Tensor) -> Tensor:
         """Hidden states `[T, H]` of tokens from those before them; `cache` gets their keys and values."""
-        decoder, block = self.decoder, self.decoder.blocks[0]
-        eps, scale = decoder.config.rms_norm_eps, decoder.cos.shape[1] ** -0.5
+        decoder = self.decoder
+        block = self.decoder.blocks[0]
+        eps = decoder.config.rms_norm_eps
+        scale = decoder.cos.shape[1] ** -0.5
         x = self.fc(torch.cat([decoder.embedding[tokens.ids], before], 1))
         keys, values = cache.keys[0], cache.values[0]
         where = tokens.positions, tokens.rows, tokens.slots

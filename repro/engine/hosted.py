@@ -49,7 +49,8 @@ class HostCopies(Copies):
         device: torch.device,
         staging: "Staging",
     ) -> None:
-        self.host, self.staging = dict(host), staging
+        self.host = dict(host)
+        self.staging = staging
         self.rows = layer_rows(sizes)
         self.starts, end = layer_starts(self.host, self.rows)
         self.memory = torch.empty(end, dtype=torch.uint8, device=device)
@@ -134,7 +135,10 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, room: int, host: HostMemory | None = None) -> None:
-        self.room, self.host, self.prefetched, self.late = room, host, 0, 0
+        self.room = room
+        self.host = host
+        self.prefetched = 0
+        self.late = 0
         self._memory = torch.empty(room, dtype=torch.uint8, device=device)
         self._staged: dict[Move, list[Tensor]] = {}
         on_gpu = device.type == "cuda"

@@ -125,7 +125,8 @@ class Streamed(nn.Module):
 
     def __init__(self, lane: Lane, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.lane, self.index = lane, lane.add(weight)
+        self.lane = lane
+        self.index = lane.add(weight)
         self.register_buffer("weight", lane.weights[self.index])  # on the host: what a step reads counts it
         self.register_buffer("bias", bias)
 

@@ -35,7 +35,8 @@ def read(path: Path, model: str, weights: Mapping[int, str], config: Config) -> 
     again = "name another --order, which is made now"
     try:
         content = json.loads(regular(path).read_text(encoding="utf-8"))
-        whose, of = content["model"], dict(content["of"])
+        whose = content["model"]
+        of = dict(content["of"])
         divergences = {int(bits): dict(by_layer) for bits, by_layer in content["divergence"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{where}: no order of layers; {again}") from None

@@ -39,13 +39,15 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self.tokenizer, self.stop = tokenizer, stop
-        self.ids, self.pending = list(prompt[-BEFORE:]), ""
+        self.ids = list(prompt[-BEFORE:])
+        self.pending = ""
         self.shown = len(self.ids)  # ids whose text is known; those before only give it its context
 
     def push(self, token: int) -> tuple[str, bool]:
         """The text that a token completes, and whether a stop string ended it."""
         self.ids.append(token)
-        before, now = self._decode(self.ids[: self.shown]), self._decode(self.ids)
+        before = self._decode(self.ids[: self.shown])
+        now = self._decode(self.ids)
         if now.endswith(REPLACEMENT) or len(now) <= len(before):
             return "", False
         self.ids = self.ids[self.shown :]

@@ -37,7 +37,8 @@ class Dispatched(nn.Module):
     def overlapped(self, x: Tensor) -> Tensor:
         """y `[T, N]`, the latent vectors on a stream of their own on a GPU."""
         if not x.is_cuda:
-            latent, y = compensate.latent(x, self.made), self.fused.product(x)
+            latent = compensate.latent(x, self.made)
+            y = self.fused.product(x)
         else:
             main, (side,) = torch.cuda.current_stream(), side_streams(1)
             side.wait_stream(main)

@@ -344,7 +344,8 @@ class SwitchingDecoding(Decoding):
 
     def start(self, steps: SwitchingSteps, row: int, chunks: Iterator[Tensor]) -> Tensor:
         """Run a prompt's prefill and set its controller's threshold; the hidden state `[1, H]` of the last token."""
-        controller, tail = self.controllers[row], None
+        controller = self.controllers[row]
+        tail = None
         for hidden in chunks:
             tail = hidden if tail is None else torch.cat([tail, hidden])
             tail = tail[-controller.config.prompt_tokens :]
@@ -369,7 +370,8 @@ class SwitchingDecoding(Decoding):
         return self.start(steps, row, chunks)
 
     def _fetch(self) -> Callable[[], tuple[list[int], list[float], float]]:
-        token, pinned = self._fetched, self.state.pple.device.type == "cuda"
+        token = self._fetched
+        pinned = self.state.pple.device.type == "cuda"
         self._fetched += 1
         host = torch.empty(self.state.pple.shape, pin_memory=pinned)
         host.copy_(self.state.pple, non_blocking=pinned)  # before the event that the other copies wait for
@@ -452,8 +454,13 @@ class SwitchingCore(Core):
         rule: Rule | Sequence[Rule] | None = None,
     ) -> None:
         super().__init__(name, model, hub)
-        self.config, self.ahead, self.rule, self.switching = config, list(ahead), rule, SwitchingRecord()
-        self.weights, self.high, self._fixed_bits = copies.weights_of(model), self.steps.widths[0], None
+        self.config = config
+        self.ahead = list(ahead)
+        self.rule = rule
+        self.switching = SwitchingRecord()
+        self.weights = copies.weights_of(model)
+        self.high = self.steps.widths[0]
+        self._fixed_bits = None
 
     @classmethod
     def of(
@@ -527,7 +534,8 @@ class SwitchingCore(Core):
         """
         count = len(prompts)
         self._check_count(count)
-        steps, theirs = self.STEPS(self.model, count), Steps(full, count)
+        steps = self.STEPS(self.model, count)
+        theirs = Steps(full, count)
         batch = SwitchingDecoding(
             prompts, list(map(len, outputs)), Sampling(), [0] * count, controllers=self._controllers(count)
         )
@@ -543,7 +551,8 @@ class SwitchingCore(Core):
                 reference = _next_logits(theirs, prompts, outputs, token)
                 batch.observe(token - 1, signal, steps)  # one token behind, as in a generation
             batch.running = {row for row in range(count) if token < len(outputs[row])}
-            signal, divergence = pple(ours).tolist(), kl_divergence(reference, ours).tolist()
+            signal = pple(ours).tolist()
+            divergence = kl_divergence(reference, ours).tolist()
             ahead = fault_tolerance(ours).tolist()
             for row in batch.running:
                 kl[row].append(divergence[row])
@@ -568,7 +577,8 @@ class SwitchingCore(Core):
 
     def _became(self, batch: SwitchingDecoding) -> SwitchingRecord:
         """The record of a batch that has ended, of the switches that took effect."""
-        high, record = self.high, SwitchingRecord(signal=batch.signal)
+        high = self.high
+        record = SwitchingRecord(signal=batch.signal)
         first = 8 if self.config.prefill == "w8a8" else high
         switched_before = [Switch(1, layer, bits) for layer, bits in (self._fixed_bits or {}).items()]
         for controller, signal in zip(batch.controllers, batch.signal):

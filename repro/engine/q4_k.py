@@ -100,7 +100,9 @@ def made(weights: Sequence[Q4KWeight], bias: Tensor | None, device: torch.device
         follow = all(one.end == after.start for one, after in zip(weights, weights[1:]))
         if not follow:
             return None
-        parts, start, end = [weights[0]], weights[0].start, weights[-1].end
+        parts = [weights[0]]
+        start = weights[0].start
+        end = weights[-1].end
     else:
         parts = [weight.rows(0, weight.shape[0]) for weight in weights]
         if len(parts) > 1 and any(part.start or part.end % layout.BAND for part in parts):

@@ -40,7 +40,8 @@ def random_decoder(recipe: Recipe, config: Any, context: int, device: torch.devi
     def product(names: Sequence[str]) -> nn.Module:
         nonlocal stored
         linears = [model.get_submodule(name) for name in names]
-        rows, columns = sum(linear.out_features for linear in linears), linears[0].in_features
+        rows = sum(linear.out_features for linear in linears)
+        columns = linears[0].in_features
         bias = None if linears[0].bias is None else dense(torch.empty(rows, device="meta"))
         if grid is None:
             return weights.Dense(dense(torch.empty(rows, columns, device="meta")), bias)
@@ -59,7 +60,10 @@ def random_decoder(recipe: Recipe, config: Any, context: int, device: torch.devi
             return made if weights.runs_q4_k(device, dtype) or device.type == "meta" else made.expanded(2, dtype)
         packed = random_weight(rows, columns, grid, device)
         stored += (rows * columns * grid.bits + rows * packed.groups * (16 + (0 if grid.symmetric else grid.bits))) // 8
-        made_here, start, starts, tensors = weights.made(packed, bias, dtype), 0, [], []
+        made_here = weights.made(packed, bias, dtype)
+        start = 0
+        starts = []
+        tensors = []
         for name, linear in zip(names, linears):
             if name in compensated:
                 size = linear.out_features

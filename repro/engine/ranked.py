@@ -113,7 +113,10 @@ class RankedTree:
     ) -> None:
         """`decay` is a factor of each level on a path's probability; the draft's cache is `behind` tokens short."""
         self.size, self.children, self.policy = size, children, policy
-        self.temperature, self.decay, self.device, self.behind = temperature, decay, device, behind
+        self.temperature = temperature
+        self.decay = decay
+        self.device = device
+        self.behind = behind
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.parents = torch.zeros_like(self.ids)
         self.slots = np.full(size, -1, dtype=np.int64)
@@ -151,7 +154,8 @@ class RankedTree:
 
     def _expanded(self, proposals: Proposals, numbers: np.ndarray) -> Tokens:
         """Nodes that are expanded now, as a step of the draft computes them in its own cache."""
-        before, width = self._start - self.behind, len(proposals.paths)
+        before = self._start - self.behind
+        width = len(proposals.paths)
         mask = torch.zeros(len(numbers), width, dtype=torch.bool)
         for row, number in enumerate(numbers):
             mask[row, proposals.paths[proposals.slots[number]]] = True

@@ -125,7 +125,8 @@ def main(folder: Path, rank: int) -> int:
 
 
 def _work(facts: Mapping[str, Any], folder: Path, rank: int) -> Any:
-    ranks, on_gpu = facts["ranks"], facts["device"] == "cuda"
+    ranks = facts["ranks"]
+    on_gpu = facts["device"] == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

@@ -138,7 +138,8 @@ class LatencyTable:
         if padded <= self.tokens[0]:
             return self.milliseconds[0]
         above = min(bisect_left(self.tokens, padded), len(self.tokens) - 1)
-        (first, second), (low, high) = self.tokens[above - 1 : above + 1], self.milliseconds[above - 1 : above + 1]
+        first, second = self.tokens[above - 1 : above + 1]
+        low, high = self.milliseconds[above - 1 : above + 1]
         return low + (high - low) * (padded - first) / (second - first)
 
     def padded(self, tokens: int) -> int:
@@ -180,7 +181,8 @@ class LatencyTarget:
 
     def chunk(self, decodes: int) -> int:
         """The largest chunk by bisection, which T allows because it never falls."""
-        least, most = self.least, max(self.most - decodes, self.least)
+        least = self.least
+        most = max(self.most - decodes, self.least)
         while least < most:
             middle = (least + most + 1) // 2
             if self.predicted(decodes, middle) <= self.target:

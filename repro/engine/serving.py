@@ -32,9 +32,12 @@ class MixedSteps:
     """
 
     def __init__(self, model: Decoder, cache: Cache, sizes: Sequence[int] = SIZES) -> None:
-        self.model, self.cache, self.sizes = model, cache, list(sizes)
+        self.model = model
+        self.cache = cache
+        self.sizes = list(sizes)
         self.graphed = model.device.type == "cuda"
-        most, rows = self.sizes[-1], len(cache.lengths)
+        most = self.sizes[-1]
+        rows = len(cache.lengths)
         # One copy brings everything that an iteration reads: ids, rows, slots, and the places whose logits are wanted.
         self.host = torch.zeros(3 * most + rows, dtype=torch.int32, pin_memory=self.graphed)
         self.given = torch.zeros_like(self.host, device=model.device)
@@ -62,7 +65,8 @@ class MixedSteps:
         Raises:
             NotMeasurable: more tokens than the largest size.
         """
-        count, most = len(ids), self.sizes[-1]
+        count = len(ids)
+        most = self.sizes[-1]
         if count > most:
             raise NotMeasurable("too_long", f"{count} tokens of an iteration; at most {most} are computed together")
         size = self.padded(count) if self.graphed else count
@@ -146,7 +150,8 @@ class Iterations:
             rows.append(one.row)
             slots.append(one.request.prompt_tokens + len(made) - 1)
         for chunk in batch.chunks:
-            number, end = chunk.running.request.number, chunk.start + chunk.count
+            number = chunk.running.request.number
+            end = chunk.start + chunk.count
             ids += self.prompts[number][chunk.start : end]
             rows += [chunk.running.row] * chunk.count
             slots += range(chunk.start, end)

@@ -31,7 +31,8 @@ SHAPES: dict[str, dict[str, Any]] = load_yaml(Path(__file__).with_name("shapes.y
 
 def random_weight(rows: int, columns: int, grid: Any, device: torch.device) -> PackedWeight:
     """A packed weight of uniform codes, whose standard deviation is that of a trained one: one over the root of K."""
-    slot, tiles = weights.slot(grid.bits), -(-rows // TILE)
+    slot = weights.slot(grid.bits)
+    tiles = -(-rows // TILE)
     shape = (tiles, -(-columns // block_columns(slot)), 32, 4)
     codes = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
     shape = (tiles, columns // grid.group if grid.group else 1, 8, 2, 2)

@@ -66,7 +66,8 @@ def shard(model: Decoder, rank: int, ranks: int) -> Decoder:
     Raises:
         UserError: as `local_config`; or a product of another format than 16 bits and 4 bits with one group a row.
     """
-    config, local = model.config, local_config(model.config, ranks)
+    config = model.config
+    local = local_config(model.config, ranks)
     size = head_size(config)
     query = indices(config.num_attention_heads * size, local.num_attention_heads * size, rank)
     key = indices(config.num_key_value_heads * size, local.num_key_value_heads * size, rank)

@@ -35,7 +35,8 @@ class Tree:
         self.top_k, self.depth, self.temperature = top_k, depth, temperature
         nodes = 1 + top_k * depth
         self.ids = torch.zeros(nodes, dtype=torch.int64, device=device)
-        self.parents, self.scores = torch.zeros_like(self.ids), torch.zeros(nodes, device=device)
+        self.parents = torch.zeros_like(self.ids)
+        self.scores = torch.zeros(nodes, device=device)
         self.own = torch.eye(nodes, dtype=torch.bool, device=device)
         self.mask = self.own.clone()
         self.start = torch.zeros((), dtype=torch.int32, device=device)

@@ -205,8 +205,10 @@ def step(model: Decoder, cache: Cache, tokens: Tokens) -> Tensor:
 
     Tokens are decoded, on sparse inputs where a layer has a threshold; prompts go through `prefill.py`.
     """
-    eps, scale = model.config.rms_norm_eps, model.cos.shape[1] ** -0.5
-    x, residual = model.embedding[tokens.ids], None
+    eps = model.config.rms_norm_eps
+    scale = model.cos.shape[1] ** -0.5
+    x = model.embedding[tokens.ids]
+    residual = None
     for index, block in enumerate(model.in_turn()):
         keys, values = cache.keys[index], cache.values[index]
         qkv, residual = block.after_norm(block.qkv, x, block.input_norm, eps, residual)

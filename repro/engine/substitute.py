@@ -39,7 +39,8 @@ class Loaded:
 
     def substitute(self, names: Sequence[str], draft: subspec.Config) -> nn.Module:
         """The same product with HQQ's codes."""
-        quantizer, codes = Quantizer(bits=draft.bits, group=draft.group), {}
+        quantizer = Quantizer(bits=draft.bits, group=draft.group)
+        codes = {}
         for name in names:
             with in_layer(name):
                 weight = self.lm.model.get_submodule(name).weight.data.to(self.device)

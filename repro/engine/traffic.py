@@ -108,7 +108,8 @@ def bus_rate(device: torch.device, seconds: float = 1.0) -> float:
     target = torch.empty(BLOCK, dtype=torch.uint8, device=device)
     target.copy_(source)
     torch.cuda.synchronize()
-    began, copies = time.perf_counter(), 0
+    began = time.perf_counter()
+    copies = 0
     while time.perf_counter() - began < seconds:
         for _ in range(QUEUED):
             target.copy_(source, non_blocking=True)

@@ -155,7 +155,8 @@ def taken_by(own: dict[str, Attachment], linear: nn.Linear) -> Inputs | None:
     """How a layer's inputs are quantized; the attachment is taken out of `own`, by kind. None where they are not."""
     for kind, one in own.items():
         if getattr(module_of(one.step), "attached", None) is inputs.attached and "bits" in one.numbers:
-            grid, columns = inputs.grid_of(one.numbers), None
+            grid = inputs.grid_of(one.numbers)
+            columns = None
             if "index" in one.tensors:
                 columns = Columns.of(one.tensors["index"], linear.in_features, grid.group)
             del own[kind]
@@ -223,7 +224,8 @@ def packed_weights(
     first = weights[0]
     if first.bits not in packing.BITS or first.group not in packing.GROUPS:
         return None
-    codes, zeros = torch.cat([weight.codes for weight in weights]), torch.cat([zeros_of(weight) for weight in weights])
+    codes = torch.cat([weight.codes for weight in weights])
+    zeros = torch.cat([zeros_of(weight) for weight in weights])
     scales = torch.cat([quantizer.restored(weight.scales, weight.factor) * 2**weight.shift for weight in weights])
     try:
         packed = packing.pack(codes.to(device), scales.to(device), zeros.to(device), first.bits, first.group)

@@ -252,7 +252,8 @@ def slot(bits: int) -> int:
 
 def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The product of layers that share their input; UserError, with the layer, for one that cannot be packed or run."""
-    linears, weights = [lm.model.get_submodule(name) for name in names], [lm.weights.get(name) for name in names]
+    linears = [lm.model.get_submodule(name) for name in names]
+    weights = [lm.weights.get(name) for name in names]
     attachments = [{a.kind: a for a in lm.attachments.get(name, [])} for name in names]
     thresholds = [own.pop("sparsity").tensors["threshold"].item() if "sparsity" in own else None for own in attachments]
     taken = [two_bit.taken_by(own, linear) for own, linear in zip(attachments, linears)]
@@ -325,7 +326,8 @@ def _format(weight: QuantizedWeight | None) -> tuple | None:
     """(bits of a slot, group, whether zeros are the constant of a symmetric grid, column order) of a packed weight."""
     if weight is None or weight.FORMAT:
         return None
-    bits, columns = slot(weight.bits), weight.codes.shape[1]
+    bits = slot(weight.bits)
+    columns = weight.codes.shape[1]
     index = None if weight.group_index is None else weight.group_index.cpu().numpy().tobytes()
     return bits, weight.group % columns, bool((weight.zeros == 1 << (bits - 1)).all()), index
 
@@ -352,7 +354,9 @@ def check(name: str, config: Any, context: int | None) -> int:
 
 def layer_sizes(config: Any) -> dict[str, tuple[list[int], int]]:
     """The outputs N of each layer of a product, and the inputs K that they share; keys as of `LAYERS`."""
-    size, hidden, ffn = head_size(config), config.hidden_size, config.intermediate_size
+    size = head_size(config)
+    hidden = config.hidden_size
+    ffn = config.intermediate_size
     query, key = config.num_attention_heads * size, config.num_key_value_heads * size
     return {
         "qkv": ([query, key, key], hidden),
@@ -375,8 +379,10 @@ def assemble(model: nn.Module, context: int, product: Product, dense: Callable[[
     for name, block in blocks(model).items():
         norms = dense(block.input_layernorm.weight), dense(block.post_attention_layernorm.weight)
         made.append(Block.make(*norms, **{k: product([f"{name}.{layer}" for layer in v]) for k, v in LAYERS.items()}))
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    norm, own = dense(model.base_model.norm.weight), Dense(dense(head.weight))
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    norm = dense(model.base_model.norm.weight)
+    own = Dense(dense(head.weight))
     embedding = own.weight if head.weight is table else dense(table)
     rotary = LlamaRotaryEmbedding(model.config)  # its formula is that of all three layouts
     cos, sin = (t[0].to(norm.device) for t in rotary(torch.empty(0), torch.arange(context)[None]))

@@ -64,7 +64,8 @@ class Engine(Core):
         for bits in (step.config.bits for step in target.recipe.steps if hasattr(step.config, "group")):
             weights.slot(bits)  # before it is built
         config = configuration(target)
-        slots, kind = weights.check(model, config, context), activations(config, at, dtype)
+        slots = weights.check(model, config, context)
+        kind = activations(config, at, dtype)
         if model.startswith(SHAPE):
             if at.type == "cuda":
                 counted = random_decoder(target.recipe, config, slots, torch.device("meta"), kind)
@@ -149,7 +150,8 @@ def packed_bytes(lm: LowBitModel, dtype: torch.dtype) -> int:
 
 def check_memory(name: str, loaded: int, config: Any, context: int, device: torch.device, dtype: torch.dtype) -> None:
     """Raise where a GPU has too little memory for `loaded` bytes of weights and one sequence."""
-    free, size = torch.cuda.mem_get_info(device)[0], weights.head_size(config) * dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0]
+    size = weights.head_size(config) * dtype.itemsize
     needed = loaded + 2 * config.num_hidden_layers * config.num_key_value_heads * context * size
     if needed > free:
         said = f"{name} needs {needed:,} bytes for its weights and {context:,} tokens of one sequence"

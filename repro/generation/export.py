@@ -51,7 +51,8 @@ def export(name: str, recipe: str, out: Path, check: bool = False) -> str:
         raise UserError("the gguf package writes GGUF files, and is not installed; pip install gguf==0.19.0") from None
     if not check:
         check_replaceable(out, "--gguf", exported)
-    model, writer = models.load(name), gguf.GGUFWriter(None, "llama")
+    model = models.load(name)
+    writer = gguf.GGUFWriter(None, "llama")
     facts = {"name": Path(name).name, "description": MIXES[recipe], "file_type": 1 if recipe == "fp16" else Q4_K_S}
     facts |= shape(model.config) | vocabulary(models.tokenizer(name), model.config.vocab_size)
     for key, value in ({"quantization_version": gguf.GGML_QUANT_VERSION} | facts).items():
@@ -79,7 +80,8 @@ def exported(path: Path) -> bool:
 
 def shape(config: Any) -> dict[str, Any]:
     """What llama.cpp builds the graph from, by the writer's names; refuses what its llama does not have."""
-    act, rope = getattr(config, "hidden_act", "none"), getattr(config, "rope_parameters", None) or {}
+    act = getattr(config, "hidden_act", "none")
+    rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type != "llama" or act != "silu" or rope.get("rope_type") not in ROPES:
         said = shortened(f"{config.model_type}, {act}, RoPE {rope.get('rope_type')}")
         raise UserError(f"a model of type {said} is not exported to GGUF; only llama, silu, RoPE {' or '.join(ROPES)}")
@@ -94,13 +96,16 @@ def shape(config: Any) -> dict[str, Any]:
 def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     """Tokens, merges, what cuts words and what surrounds a text; ids without a token are filled up to `size`."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {"type": "slow"}}
-    pre, model, ids = pattern(definition), definition["model"], range(size)
+    pre = pattern(definition)
+    model = definition["model"]
+    ids = range(size)
     added = {token["id"]: token for token in definition["added_tokens"]}
     texts = {i: text for text, i in model["vocab"].items()} | {i: token["content"] for i, token in added.items()}
     if max(texts) >= size:
         raise UserError(f"the tokenizer has an id {max(texts)}, the model {size} ids; use the model's own tokenizer")
     types = dict.fromkeys(texts, 1) | {i: 3 if token["special"] else 4 for i, token in added.items()}  # 5: unused
-    around, begins = tokenizer("")["input_ids"], added_bos(tokenizer) is not None
+    around = tokenizer("")["input_ids"]
+    begins = added_bos(tokenizer) is not None
     ends = around[begins:] == [tokenizer.eos_token_id]
     if len(around) > begins + ends:
         raise UserError(f"the tokenizer puts the ids {around} around a text; llama.cpp adds a BOS and an EOS alone")
@@ -125,7 +130,8 @@ def chat_template(tokenizer: Any) -> str | None:
 
 def pattern(definition: dict[str, Any]) -> str:
     """llama.cpp's name of the tokenizer that a tokenizer.json defines, key of `PATTERNS`; refuses one without."""
-    model, pre = definition["model"], definition.get("pre_tokenizer") or {"type": "no pre-tokenizer"}
+    model = definition["model"]
+    pre = definition.get("pre_tokenizer") or {"type": "no pre-tokenizer"}
     steps = [{k: v for k, v in step.items() if k != "trim_offsets"} for step in pre.get("pretokenizers", [pre])]
     if model["type"] == "BPE" and model["merges"] and not model["byte_fallback"] and not definition["normalizer"]:
         for name, cut in PATTERNS.items():
@@ -138,14 +144,16 @@ def pattern(definition: dict[str, Any]) -> str:
 
 def tensors(model: nn.Module, quantized: bool) -> Iterator[tuple[str, Tensor]]:
     """Every parameter as it is written: vectors float32, matrices float16, or uint8 `[N, bytes]` of Q4_K blocks."""
-    config, linears = model.config, {f"{name}.weight" for name in block_linears(model)}
+    config = model.config
+    linears = {f"{name}.weight" for name in block_linears(model)}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     plain = config.rope_parameters["rope_theta"] ** (torch.arange(0, config.head_dim, 2) / -config.head_dim)
     factors = plain / model.base_model.rotary_emb.inv_freq
     if not torch.allclose(factors, torch.ones_like(factors)):
         yield "rope_freqs.weight", factors
     for key, parameter in model.named_parameters():
-        value, layer = parameter.detach().float(), key.split(".")[-2]
+        value = parameter.detach().float()
+        layer = key.split(".")[-2]
         if layer in heads:  # rows 0, d/2, 1, d/2 + 1, … of each head
             value = value.unflatten(0, (heads[layer], 2, -1)).transpose(1, 2).flatten(0, 2)
         with in_layer(key):

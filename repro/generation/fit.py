@@ -108,14 +108,14 @@ def of(
     target = Target(scales.load(name=scale), model, "fp16")
     at = engine.device_of(device)
     config = engine.configuration(target)
-    slots, kind = (
-        weights.check(model, config, context),
-        engine.activations(config, torch.device(device or "cuda"), dtype),
-    )
+    slots = weights.check(model, config, context)
+    kind = engine.activations(config, torch.device(device or "cuda"), dtype)
     amount = budget.parse_bytes(memory) if isinstance(memory, str) else memory
     packed = at.type == "cpu" or kind != torch.float32
-    given, where = (model, config, slots, kind, amount), (limits.reserved(at), packed, at.type == "cuda")
-    plan, plain = budget.plan(*given, draft, *where), budget.plan(*given, None, *where)
+    given = (model, config, slots, kind, amount)
+    where = (limits.reserved(at), packed, at.type == "cuda")
+    plan = budget.plan(*given, draft, *where)
+    plain = budget.plan(*given, None, *where)
     draft_bytes = 0
     if draft:
         tables = plan.parts["embedding and head"] // (1 if config.tie_word_embeddings else 2)

@@ -82,7 +82,8 @@ class SwitchingEngine(SwitchingCore):
         }
         first = targets[config.path[0]]
         shape = configuration(first)
-        slots, kind = weights.check(model, shape, context), activations(shape, at, dtype)
+        slots = weights.check(model, shape, context)
+        kind = activations(shape, at, dtype)
         for bits in config.path[1:]:
             weights.slot(bits)
         if model.startswith(SHAPE):

@@ -92,7 +92,8 @@ def decoders(model: str, recipes: Sequence[str], settings: PmpdSettings, device:
     """The engine's decoders of a model under recipes; all weights are there before the first one is on the device."""
     targets = [Target(scales.load(name="pocket").on(device), model, recipe) for recipe in recipes]
     config, at = configuration(targets[0]), torch.device(device)
-    context, dtype = weights.check(model, config, settings.length + NEW), activations(config, at, None)
+    context = weights.check(model, config, settings.length + NEW)
+    dtype = activations(config, at, None)
     built = [compressed(target, dtype, build=True) for target in targets]
     return [weights.decoder(lm, context, at, dtype) for lm in built]
 
@@ -132,7 +133,8 @@ def train(examples: Sequence[Example], settings: PmpdSettings) -> tuple[Schedule
     keys, values = (torch.stack([example[part] for example in examples]) for part in (0, 1))
     labels = torch.tensor([label for _, _, label in examples])
     order = torch.randperm(len(examples))
-    validation, seen = order[: len(order) // 5], order[len(order) // 5 :]
+    validation = order[: len(order) // 5]
+    seen = order[len(order) // 5 :]
     scheduler = Scheduler(keys.shape[-1])
     optimizer = torch.optim.AdamW(scheduler.parameters(), settings.rate)
     losses = []

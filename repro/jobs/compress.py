@@ -38,7 +38,9 @@ def job(target: Target) -> Job:
 
 
 def _job(target: Target) -> Job:
-    inputs, options, needs = target.inputs(), target.options(), {}
+    inputs = target.inputs()
+    options = target.options()
+    needs = {}
     if target.recipe.calibrated:
         facts = target.scale.calibration.facts()
         crops = facts | {"seed": facts["seed"] + target.seed}
@@ -109,13 +111,13 @@ def first_sequences(ids: np.ndarray, steps: Sequence[Step], crops: Mapping[str, 
     for step in steps:
         count = needed(step, crops)
         if len(ids) < count * length:
-            asked = f"{count} sequences of {length} tokens"
+            request = f"{count} sequences of {length} tokens"
             hint = "or shorter sequences by --length"
             if _reads_first_tokens(step):
-                asked = f"{step.config.tokens:,} tokens"
+                request = f"{step.config.tokens:,} tokens"
                 hint = f"or set its tokens={len(ids) // length * length}"
-            said = f"{len(ids):,} tokens, {step.name} asks for {asked}"
-            raise UserError(f"{crops['corpus']}: {said}; give more text, {hint}")
+            problem = f"{len(ids):,} tokens, {step.name} asks for {request}"
+            raise UserError(f"{crops['corpus']}: {problem}; give more text, {hint}")
     count = max(needed(step, crops) for step in steps)
     return torch.from_numpy(ids[: count * length].astype(np.int64)).view(count, length)
 

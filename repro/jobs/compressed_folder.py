@@ -37,10 +37,10 @@ def opened(name: str, recipe: str) -> tuple[str, str]:
         return name, recipe
     facts = _read(folder / FACTS)
     try:
-        now = models.fingerprint(facts["model"])
+        fingerprint = models.fingerprint(facts["model"])
     except UserError as error:
         raise UserError(f"{name}: its model is needed too, and cannot be read ({error})") from None
-    if now != facts["fingerprint"]:
+    if fingerprint != facts["fingerprint"]:
         raise UserError(f"{name}: made from another model than {facts['model']} is now; restore that model")
     options = [f"file={write_value(str(folder.resolve() / WEIGHTS))}", f"digest={write_value(facts['digest'])}"]
     if recipe == "fp16":
@@ -87,7 +87,7 @@ def write(out: Path, job: Job) -> dict[str, Any]:
     options, inputs = job.parsed_options(), job.parsed_inputs()
     model = models.folder(options["model"])
     ours = model is None or model.parent == models.POCKET
-    steps = [_training(each) for each in job.every() if each.kind == job.kind]
+    steps = [_training(needed) for needed in job.every() if needed.kind == job.kind]
     observed = observations.load(job.folder / observations.FILE)
     with atomic(out / WEIGHTS) as temporary:
         shutil.copyfile(job.folder / compress.OUTPUTS[0], temporary)
@@ -118,7 +118,7 @@ def _training(job: Job) -> dict[str, Any]:
     series = observations.load(job.folder / observations.FILE).series
     values = {}
     for name in ("tokens", "loss", "end-to-end loss"):
-        one = series.get(f"training/{name}")
-        values[name] = [] if one is None else one.values.tolist()
+        recorded = series.get(f"training/{name}")
+        values[name] = [] if recorded is None else recorded.values.tolist()
     loss = values["loss"] or values["end-to-end loss"]
     return {"steps": list(applied), "tokens": sum(values["tokens"]), "loss": loss}

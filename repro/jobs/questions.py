@@ -34,5 +34,5 @@ def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, s
     tokenizer = models.tokenizer(options["model"], options["hub"])
     questions = generated.build(options["task"], None, tokenizer, options["limit"])
     generated.save(folder / OUTPUTS[0], questions)
-    sizes = Series(np.asarray([len(one) for one in questions.prompts], dtype=float), "model")
+    sizes = Series(np.asarray([len(prompt) for prompt in questions.prompts], dtype=float), "model")
     observations.save(folder / OUTPUTS[1], {"tokens": sizes}, origin)

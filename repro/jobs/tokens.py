@@ -34,9 +34,9 @@ def excerpt_job(target: Target, corpus: str, excerpt: corpora.Excerpt) -> Job:
     Raises:
         UserError: unknown model or corpus.
     """
-    whole = job(target, corpus)
-    inputs = whole.parsed_inputs() | {"excerpt": asdict(excerpt)}
-    return make("tokens", f"{corpus}-excerpt", inputs, whole.parsed_options() | {"excerpt": excerpt.file})
+    of_whole_text = job(target, corpus)
+    inputs = of_whole_text.parsed_inputs() | {"excerpt": asdict(excerpt)}
+    return make("tokens", f"{corpus}-excerpt", inputs, of_whole_text.parsed_options() | {"excerpt": excerpt.file})
 
 
 def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:

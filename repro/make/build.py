@@ -38,8 +38,8 @@ def build(targets: Sequence[str], cores: int, at: Scale) -> int:
         with _alone(Path.cwd()):
             gc.freeze()  # what was imported stays; going through it again and again is a tenth of what follows
             planned = Workflow(at, remember=True)  # what is to be done is asked before any job has run
-            wanted = drawn_for(planned, targets)
-            jobs = jobs_behind(planned, wanted)
+            to_draw = drawn_for(planned, targets)
+            jobs = jobs_behind(planned, to_draw)
             nothing_to_do = all(map(runner.done, jobs))
             if pool.run_on_machine(jobs, cores):
                 return 2
@@ -48,48 +48,48 @@ def build(targets: Sequence[str], cores: int, at: Scale) -> int:
                     left.unlink()
             flow = planned if nothing_to_do else Workflow(at, remember=True)
             gc.freeze()
-            for what, name in tqdm(wanted, "drawing", leave=False, disable=not sys.stderr.isatty()):
+            for kind, name in tqdm(to_draw, "drawing", leave=False, disable=not sys.stderr.isatty()):
                 began = time.monotonic()
-                DRAWN[what](flow, name)
-                _note_time(what, name, time.monotonic() - began)
+                DRAWN[kind](flow, name)
+                _note_time(kind, name, time.monotonic() - began)
             return 0
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _note_time(what: str, name: str, seconds: float) -> None:
+def _note_time(kind: str, name: str, seconds: float) -> None:
     """Keep what a table, figure or page took to draw, where the rules of the Snakefile keep it."""
-    folder = "docs" if what == "page" else f"{what}s"
+    folder = "docs" if kind == "page" else f"{kind}s"
     path = Path("build") / "benchmarks" / folder / f"{name}.tsv"
     write_text(path, f"s\th:m:s\n{seconds:.4f}\t{timedelta(seconds=round(seconds))}\n")
 
 
 def drawn_for(flow: Workflow, targets: Sequence[str]) -> list[tuple[str, str]]:
     """What is drawn for targets, as its kind (`draw.DRAWN`) and name; what the headline table shows comes before it."""
-    wanted: list[tuple[str, str]] = []
+    to_draw: list[tuple[str, str]] = []
     for target in everything() if "all" in targets else targets:
         folder, _, name = target.partition("/")
         if folder == "docs":
-            wanted.append(("page", Path(name).stem))
+            to_draw.append(("page", Path(name).stem))
             continue
         if canonical(target) == "table1":
-            wanted += [("table", f"{paper}/table1") for paper in flow.beside_headline()]
-        wanted.append((folder.removesuffix("s"), canonical(target)))
-    return list(dict.fromkeys(wanted))
+            to_draw += [("table", f"{paper}/table1") for paper in flow.beside_headline()]
+        to_draw.append((folder.removesuffix("s"), canonical(target)))
+    return list(dict.fromkeys(to_draw))
 
 
 def everything() -> list[str]:
     """A file of every table, figure and page."""
     written = [f"tables/{name}.tex" for name in (*tables.names(), *OWN)]
-    drawn = [f"figures/{name}.svg" for name in figures.names()]
-    return [*written, *drawn, *(f"docs/{paper}.md" for paper in tables.pages())]
+    pictures = [f"figures/{name}.svg" for name in figures.names()]
+    return [*written, *pictures, *(f"docs/{paper}.md" for paper in tables.pages())]
 
 
-def jobs_behind(flow: Workflow, wanted: Sequence[tuple[str, str]]) -> list[Job]:
+def jobs_behind(flow: Workflow, to_draw: Sequence[tuple[str, str]]) -> list[Job]:
     """The jobs that a build of tables and figures runs here, in an order in which they can run; of a page none."""
     jobs: list[Job] = []
-    for what, name in wanted:
-        if what != "page":
+    for kind, name in to_draw:
+        if kind != "page":
             jobs += replicate.jobs(flow, name)
     return distinct(jobs)
 

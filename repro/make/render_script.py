@@ -3,5 +3,5 @@
 from repro.render import draw
 
 if "snakemake" in globals():
-    ((what, name),) = snakemake.wildcards.items()  # noqa: F821
-    draw.draw(snakemake.params.scale, what, name, snakemake.log[0])  # noqa: F821
+    ((kind, name),) = snakemake.wildcards.items()  # noqa: F821
+    draw.draw(snakemake.params.scale, kind, name, snakemake.log[0])  # noqa: F821

@@ -82,15 +82,15 @@ class SnakemakeAdapter:
         """
         settings = self.workflow and self.workflow.dag_settings
         if settings:
-            settings.rerun_triggers = {one for one in settings.rerun_triggers if one.name != "CODE"}
+            settings.rerun_triggers = {trigger for trigger in settings.rerun_triggers if trigger.name != "CODE"}
             # Who compares the hashes of inputs, and who keeps them when a job ends, has copied Snakemake's own limit of
             # 1 MB by now: larger inputs would be taken for changed where a copied checkout has made them new.
             for holder in (settings, self.workflow.dag, self.workflow.persistence):
                 holder.max_checksum_file_size = max(HASHED, holder.max_checksum_file_size)
 
-    def script(self, what: str) -> str:
+    def script(self, stem: str) -> str:
         """What a rule runs, a job or the writing of a table: a script beside this file, wherever that is installed."""
-        return str(Path(__file__).with_name(f"{what}_script.py"))
+        return str(Path(__file__).with_name(f"{stem}_script.py"))
 
     @cached_property
     def jobs(self) -> dict[str, Job]:
@@ -142,8 +142,8 @@ class SnakemakeAdapter:
         needed = []
         for _, need in job.needs:
             needed += runner.outputs(need)
-        own = _known_as([self._there(versions.file(job, again=not done)), *needed])
-        return [*(map(ancient, own) if done else own), *map(ancient, _known_as(weights))]
+        read_first = _known_as([self._there(versions.file(job, again=not done)), *needed])
+        return [*(map(ancient, read_first) if done else read_first), *map(ancient, _known_as(weights))]
 
     @plainly
     def job_json(self, wildcards: Any) -> str:
@@ -168,8 +168,8 @@ class SnakemakeAdapter:
     def drawn_inputs(self, wildcards: Any) -> list[str]:
         """What a table or figure is made from: specs, printed cells, results, observations, the code that draws it."""
         name = canonical(wildcards[0])
-        made = [runner.outputs(job)[-1] for job in self.jobs_of(name)]
-        paths = [*self._drawing(), *filter(Path.is_file, _sources(name)), *made]
+        observed = [runner.outputs(job)[-1] for job in self.jobs_of(name)]
+        paths = [*self._drawing(), *filter(Path.is_file, _sources(name)), *observed]
         if name == "table1":
             for paper in self.flow.beside_headline():
                 paths += [Path("tables") / paper / f"table1{form}" for form in FORMATS]
@@ -199,21 +199,24 @@ def _known_as(paths: Iterable[Path]) -> list[str]:
 
     A checkout that is copied or moved with what it built (CI caches, containers) has the same inputs there.
     """
-    here = Path.cwd()
-    wholes = [path.absolute() for path in paths]
-    return [str(whole.relative_to(here) if whole.is_relative_to(here) else whole) for whole in wholes]
+    working_directory = Path.cwd()
+    absolute = [given_path.absolute() for given_path in paths]
+    return [
+        str(path.relative_to(working_directory) if path.is_relative_to(working_directory) else path)
+        for path in absolute
+    ]
 
 
 def _sources(name: str) -> list[Path]:
     """Specs, printed cells and accepted results behind a table or figure: what rebuilds it besides its jobs."""
     if name in (*OWN, figures.LEADERBOARD):
         return [*sorted((HOME / "results").glob(f"*/*{ENDING}")), HOME / "tables" / "table1.yaml"]
-    drawn = figures.is_figure(name)
-    paper, number = (figures if drawn else tables).split(name)
-    paths = accepted.files() + [ROOT / "repro" / "papers" / paper / "measures.yaml"] * (not drawn)
-    for one in [(paper, number)] if drawn else tables.behind(paper, number):
-        paths += [(figures if drawn else tables).path_of(*one)]
-        paths += [ROOT / "repro" / "papers" / paper / f"table{one[1]}.csv"] * (not drawn)
-    if drawn and (of := figures.figure(paper, number).table):
+    is_figure = figures.is_figure(name)
+    paper, number = (figures if is_figure else tables).split(name)
+    paths = accepted.files() + [ROOT / "repro" / "papers" / paper / "measures.yaml"] * (not is_figure)
+    for specified in [(paper, number)] if is_figure else tables.behind(paper, number):
+        paths += [(figures if is_figure else tables).path_of(*specified)]
+        paths += [ROOT / "repro" / "papers" / paper / f"table{specified[1]}.csv"] * (not is_figure)
+    if is_figure and (of := figures.figure(paper, number).table):
         paths += _sources(canonical(of))
     return paths + (kernel_rows.files() if paper in tables.FOLDERS else [])

@@ -269,7 +269,8 @@ def speculating(options: Mapping[str, Any], weights_folder: Path | None) -> Spec
     config = CONFIGS[options["of"]][0](**options["draft"]) if options["draft"] else None
     lm = compress.load(options | {"device": "cpu"}, weights_folder)
     context = weights.check(options["model"], lm.model.config, None)
-    device, dtype = torch.device(options["device"]), getattr(torch, options["dtype"])
+    device = torch.device(options["device"])
+    dtype = getattr(torch, options["dtype"])
     target = weights.decoder(lm, context + (config.room if config else 0), device, dtype)
     if config is None:
         drafting = None
@@ -281,7 +282,8 @@ def speculating(options: Mapping[str, Any], weights_folder: Path | None) -> Spec
         head = eagle.load(eagle.path_of(options["model"]), lm.model, models.fingerprint(options["model"]))
         drafting = eagle.FittedHead(head, target)
     else:
-        names, hub = (options["model"], options["draft_model"]), options["hub"]
+        names = (options["model"], options["draft_model"])
+        hub = options["hub"]
         drafts.check_vocabulary(*(models.tokenizer(name, hub) for name in names), names)
         own = compress.load(options | {"device": "cpu", "model": names[1], "recipe": "fp16"}, None)
         weights.check(names[1], own.model.config, context)
@@ -309,7 +311,8 @@ def drafted_counts(batch: Any) -> dict[str, float]:
 
     The prefill is an iteration, but none of the median.
     """
-    lengths, passes = batch.lengths, batch.passes or [0]
+    lengths = batch.lengths
+    passes = batch.passes or [0]
     median = statistics.median(lengths[1:] or lengths)
     return {"tokens": sum(lengths), "iterations": len(lengths), "median": median, "passes": statistics.mean(passes)}
 

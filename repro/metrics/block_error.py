@@ -66,7 +66,8 @@ class BlockError(Metric):
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         cut = scoring.windows(ids, options["length"], options["windows"])
         scoring.check_context(full, cut.shape[1])
-        group, series = f"{options['label']} on {identity['label']}, first {len(cut)}, blocks", {}
+        group = f"{options['label']} on {identity['label']}, first {len(cut)}, blocks"
+        series = {}
         for inputs in INPUTS:
             values = errors(full, quantized, cut.to(full.device), inputs == "full")
             series[f"{inputs}/blocks"] = Series(values.mean(0), "layers", group)

@@ -50,7 +50,8 @@ class ByError(Metric):
         """One job scores the tokens of all quartiles; None where this scale does not measure perplexity."""
         if perplexity.Perplexity(self.corpus).jobs(target) is None:  # refuses a text that the recipe is calibrated on
             return None
-        protocol, text = target.scale.protocols["perplexity"], target.scale.text(self.corpus)
+        protocol = target.scale.protocols["perplexity"]
+        text = target.scale.text(self.corpus)
         base = compress.job(target.under(self.base))
         needs = {"text": tokens.job(target, text), "base": base}
         rule = {"length": protocol.length, "windows": protocol.windows}

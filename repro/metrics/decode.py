@@ -74,7 +74,8 @@ class Decode(Metric):
         options = job.parsed_options()
         lm = compress.load(options | {"device": "cpu"}, folders.get("weights"))
         context = weights.check(options["model"], lm.model.config, options["prompt"] + options["new"])
-        dtype, device = getattr(torch, options["dtype"]), torch.device(options["device"])
+        dtype = getattr(torch, options["dtype"])
+        device = torch.device(options["device"])
         core = Core(options["model"], weights.decoder(lm, context, device, dtype))
         size = options["prompt"], options["new"], options["batch"]
         rounds = [core.time(*size) for _ in range(1 + options["rounds"])][1:]

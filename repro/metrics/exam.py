@@ -142,13 +142,17 @@ def answers(lm: LowBitModel, one: generated.Questions, options: Mapping[str, Any
     Raises:
         UserError: a model that cannot be decoded, or NaN in its logits; `NotMeasurable` for a context without room.
     """
-    new, context = generated.GENERATED[options["task"]].new_tokens, min(CONTEXT, context_of(lm))
+    new = generated.GENERATED[options["task"]].new_tokens
+    context = min(CONTEXT, context_of(lm))
     if new >= context:
         raise NotMeasurable("too_long", f"answers of {new} tokens do not fit a context of {context}")
     prompts = [ids[-(context - new) :].tolist() for ids in one.prompts]
-    device, dtype, stop = torch.device(options["device"]), getattr(torch, options["dtype"]), one.stop
+    device = torch.device(options["device"])
+    dtype = getattr(torch, options["dtype"])
+    stop = one.stop
     if lm.attachments:
-        model, tokenizer = lm.model.to(device, dtype), models.tokenizer(options["model"], options["hub"])
+        model = lm.model.to(device, dtype)
+        tokenizer = models.tokenizer(options["model"], options["hub"])
         decode = partial(greedy, model, tokenizer, new, stop)
     else:
         size = weights.check(options["model"], lm.model.config, context)
@@ -168,26 +172,27 @@ def greedy(
     Raises:
         UserError: NaN or Inf in its logits.
     """
-    device, ends = model.device, _ends(model)
+    device = model.device
+    ends = _ends(model)
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     sizes = torch.tensor([len(prompt) for prompt in prompts], device=device)
     mask = (torch.arange(width, device=device) >= width - sizes[:, None]).long()
-    positions, cache, generated_ids = (
-        (mask.cumsum(1) - 1).clamp(min=0),
-        None,
-        torch.empty(len(prompts), 0, dtype=torch.long),
-    )
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = None
+    generated_ids = torch.empty(len(prompts), 0, dtype=torch.long)
     model.eval()
     for step in range(new):
         words = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
         out = model(input_ids=ids, logits_to_keep=1, **words)
-        logits, cache = out.logits[:, -1], out.past_key_values
+        logits = out.logits[:, -1]
+        cache = out.past_key_values
         if not torch.isfinite(logits).all():
             raise UserError("the model's logits hold NaN or Inf; the model's weights or its scales are broken")
         ids = logits.argmax(1, keepdim=True)
         generated_ids = torch.cat([generated_ids, ids.cpu()], 1)
-        mask, positions = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        positions = positions[:, -1:] + 1
         if step % LOOKED_AT == LOOKED_AT - 1 and all(
             _ended(row, tokenizer, ends, stop) for row in generated_ids.tolist()
         ):

@@ -64,7 +64,9 @@ class Histogram(Metric):
         protocol = target.scale.protocols["histogram"]
         if protocol is None:
             return None
-        rule, needs, inputs = asdict(protocol), {}, target.inputs()
+        rule = asdict(protocol)
+        needs = {}
+        inputs = target.inputs()
         if target.recipe.steps:
             needs["weights"] = compress.job(target)
             inputs["calibration"] = needs["weights"].parsed_inputs().get("calibration")
@@ -96,7 +98,8 @@ class Histogram(Metric):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """What is shown; no codes of full precision."""
-        recorded, name = observed["counts"].series, "weights" if self.show == "values" else self.show
+        recorded = observed["counts"].series
+        name = "weights" if self.show == "values" else self.show
         if self.show == "values":
             return {"values": Series(np.asarray([effective(recorded[name].values)]), "model")}
         if name not in recorded:

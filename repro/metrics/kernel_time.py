@@ -92,7 +92,8 @@ class KernelTime(External):
             if params.show != "recorded":
                 shown += chosen(params).values()
         measured = [row for row in rows if row.status == "ok"]
-        here, old = all(row.built for row in rows), any(not row.versions for row in measured)
+        here = all(row.built for row in rows)
+        old = any(not row.versions for row in measured)
         changed = any(row.versions not in ("", kernel_rows.versions(row.label)) for row in measured)
         rescaled = any(row.status == "rescaled" for row in shown)
         facts = {to: {getattr(row, of) for row in rows} for to, of in FACTS.items()}
@@ -127,7 +128,9 @@ def chosen(params: KernelTime) -> dict[str, KernelRow]:
 def _chosen(params: KernelTime, stamps: kernel_rows.Stamps) -> dict[str, KernelRow]:
     if not params.tokens.isdecimal():
         raise UserError(f"kernel_time: tokens is {params.tokens!r:.40}, not a number of activation rows")
-    wanted, show, chosen = _names(params), SHOWN[params.show], {}
+    wanted = _names(params)
+    show = SHOWN[params.show]
+    chosen = {}
     device = params.device or kernel_rows.shown_device(stamps)
     for name in wanted:
         rows = kernel_rows.timed(stamps).get((device, name, int(params.tokens), params.mode), ())
@@ -150,7 +153,8 @@ def _names(params: KernelTime) -> list[str]:
 
 def _interval(row: KernelRow, show: str) -> Interval:
     """A row's number; its 95 % interval is that of a median of normal samples: 1.253 standard errors of a mean."""
-    value, half = float(SHOWN[show](row)), 0.0
+    value = float(SHOWN[show](row))
+    half = 0.0
     if row.status == "ok" and show in TIMED and row.rounds:
         error = 1.2533 * (row.p80 - row.p20) / 1.6832 / math.sqrt(row.rounds)
         half = value * error / row.us * float(stdtrit(row.rounds - 1, (1 + LEVEL) / 2))

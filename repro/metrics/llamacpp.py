@@ -66,7 +66,8 @@ class LlamaCpp(Metric):
 
     def jobs(self, target: Target) -> dict[str, Job] | None:
         """One job scores a text; None where the scale has no such protocol."""
-        scale, protocol = target.scale, target.scale.protocols["llamacpp"]
+        scale = target.scale
+        protocol = target.scale.protocols["llamacpp"]
         if protocol is None:
             return None
         text = scale.text(self.corpus)
@@ -123,7 +124,8 @@ def score(model: nn.Module, chunks: Tensor, bos: int | None) -> np.ndarray:
     Raises:
         UserError: chunks longer than the model's context.
     """
-    length, nll = chunks.shape[1], []
+    length = chunks.shape[1]
+    nll = []
     check_context(model, length)
     for some in chunks.to(model.device).split(TOGETHER):
         if bos is not None:

@@ -39,7 +39,8 @@ class Memory(Metric):
         grid = getattr(config, "stored_grid", None)
         if grid is None:
             return None
-        is_split, total = getattr(config, "split", "none") != "none", 0
+        is_split = getattr(config, "split", "none") != "none"
+        total = 0
         for number, (n, k) in enumerate(shape.linears):
             block = number * shape.layers // len(shape.linears)
             share = splitting.ratio(block, shape.layers, config.split_first, config.split_last) if is_split else 0.0

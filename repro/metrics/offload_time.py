@@ -217,7 +217,8 @@ def times(options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) 
         raise NotMeasurable(
             "unsupported", f"{said}: no block has a substitute, so that SubSpec's draft is the target itself"
         )
-    warm, count = options["warm"], options["warm"] + options["timed"]
+    warm = options["warm"]
+    count = options["warm"] + options["timed"]
     try:
         if options["alone"]:
             return {"iteration": alone(engine, options, device)}
@@ -247,8 +248,10 @@ def engine_of(
     from transformers import AutoConfig  # takes seconds
 
     draft = NAMED.get(options.get("of"), subspec.Config)(**options["draft"]) if options["draft"] else None
-    name, config = f"shape/{options['shape']}", AutoConfig.for_model(**SHAPES[options["shape"]])
-    budgeted, where = (name, config, options["memory"], draft), (options["context"], device, dtype)
+    name = f"shape/{options['shape']}"
+    config = AutoConfig.for_model(**SHAPES[options["shape"]])
+    budgeted = (name, config, options["memory"], draft)
+    where = (options["context"], device, dtype)
     if options.get("of") in OWN:
         small = AutoConfig.for_model(**SHAPES[options["draft_model"]]) if options["draft_model"] else None
         *models, plan = with_own_draft(*budgeted, small, *where)

@@ -89,11 +89,9 @@ class Sensitivity(Metric):
         if any(step.attaches for step in target.recipe.steps):
             raise UserError(f"sensitivity: {target.recipe.name} attaches a compensator; name a quantizer alone")
         perplexity.Perplexity(self.corpus).jobs(target)  # refuses a text that the recipe is calibrated on
-        text, protocol, made = (
-            target.scale.text(self.corpus),
-            target.scale.protocols["sensitivity"],
-            compress.job(target),
-        )
+        text = target.scale.text(self.corpus)
+        protocol = target.scale.protocols["sensitivity"]
+        made = compress.job(target)
         rule = {"sequences": protocol.sequences, "tokens": protocol.tokens}
         rescaled = any(step.rescales for step in target.recipe.steps)
         needs = {"text": tokens.job(target, text)} | (dict(made.needs) if rescaled else {"weights": made})
@@ -189,7 +187,8 @@ def each_alone(
         sampled: int64 token ids `[S, L]`.
         text: likewise.
     """
-    ids, number = torch.cat([sampled, text]), {name: i for i, name in enumerate(blocks(full))}
+    ids = torch.cat([sampled, text])
+    number = {name: i for i, name in enumerate(blocks(full))}
     states = _block_inputs(full, ids)
 
     def measured(at: int) -> tuple[Tensor, np.ndarray]:
@@ -229,7 +228,8 @@ def _block_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 def last_hidden(model: nn.Module, ids: Tensor, at: int, state: Tensor) -> Tensor:
     """Last hidden states `[S, L, d]` of ids `[S, L]` where block `at` gets `state`; the blocks before it do not run."""
-    earlier, hidden = list(blocks(model).values())[:at], []
+    earlier = list(blocks(model).values())[:at]
+    hidden = []
     try:
         for some, given in zip(ids.split(TOGETHER), state.split(TOGETHER)):
             for block in earlier:
@@ -264,7 +264,9 @@ def product(P: Tensor, Q: Tensor) -> tuple[float, Tensor]:
 
 def damages(X: Tensor, of_X: tuple[float, Tensor], Y: Tensor) -> np.ndarray:
     """The v_i of each sequence, float64 `[S]`, from centred states `[S, T, d]` and `product(X, X)`; mean 1 - CKA."""
-    (xy, e_xy), (xx, e_xx), (yy, e_yy) = product(X, Y), of_X, product(Y, Y)
+    xy, e_xy = product(X, Y)
+    xx, e_xx = of_X
+    yy, e_yy = product(Y, Y)
     if xx == 0 or yy == 0:
         return np.full(len(X), float(xx != yy))
     cka = xy / math.sqrt(xx * yy)

@@ -158,7 +158,9 @@ class ShapeDecode(Metric):
         """
         options = job.parsed_options()
         check_gpu(options["device"], "times of shapes")
-        lengths, new, device = options.get("lengths", [options["prompt"]]), options["new"], torch.device("cuda")
+        lengths = options.get("lengths", [options["prompt"]])
+        new = options["new"]
+        device = torch.device("cuda")
         if options["method"] == "transformers":
             timed = transformers_steps(options["shape"], device)
         else:
@@ -210,7 +212,8 @@ def transformers_steps(shape: str, device: torch.device) -> Callable[[int, int],
     def timed(prompt: int, new: int) -> float:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(model.config.vocab_size, (1, prompt), generator=generator).to(device)
-        clock, options = Clock(), {"max_new_tokens": new + 1, "min_new_tokens": new + 1, "do_sample": False}
+        clock = Clock()
+        options = {"max_new_tokens": new + 1, "min_new_tokens": new + 1, "do_sample": False}
         mask = torch.ones_like(ids)
         with torch.inference_mode():
             model.generate(ids, attention_mask=mask, streamer=clock, pad_token_id=0, **options)
@@ -250,7 +253,8 @@ def loaded(
     """
     from transformers import AutoConfig  # takes seconds
 
-    name, dtype = f"shape/{shape}", torch.bfloat16 if device.type == "cuda" else torch.float32
+    name = f"shape/{shape}"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = AutoConfig.for_model(**SHAPES[shape])
     slots = weights.check(name, config, context)
     target = Target(None, name, recipe)  # no scale: nothing is calibrated or built

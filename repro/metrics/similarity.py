@@ -28,7 +28,11 @@ from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-DRAWS, SAMPLED, PASSAGES, LENGTH, WIDE = 12, 6, 3, 96, 0.2
+DRAWS = 12
+SAMPLED = 6
+PASSAGES = 3
+LENGTH = 96
+WIDE = 0.2
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,9 @@ def traces(full: nn.Module, quantized: nn.Module, ids: Tensor) -> np.ndarray:
 
 def summary(cosines: np.ndarray, group: str) -> dict[str, Series]:
     """The series of traces `[draws, 9, positions]`: numbers of every draw; of the first, traces and their extremes."""
-    means, low, high = cosines.mean(2), cosines.min(1), cosines.max(1)
+    means = cosines.mean(2)
+    low = cosines.min(1)
+    high = cosines.max(1)
     sigma = high - low
     numbers = {"cos_min": means.min(1), "cos_max": means.max(1), "sigma_avg": sigma.mean(1), "sigma_max": sigma.max(1)}
     numbers["wide"] = (sigma > WIDE).mean(1)

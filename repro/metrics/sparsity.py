@@ -38,7 +38,8 @@ class Sparsity(Metric):
         if protocol is None or not protocol.kl_windows:
             return None
         rule = {"length": protocol.length, "windows": protocol.kl_windows}
-        text, options = target.scale.text(self.corpus), rule | {"label": protocol.label}
+        text = target.scale.text(self.corpus)
+        options = rule | {"label": protocol.label}
         return {"zeros": on_text.job("sparsity", target, text, rule, options)}
 
     @staticmethod

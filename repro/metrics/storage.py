@@ -53,13 +53,15 @@ class Storage(Metric):
             steps: those of a parsed recipe.
             shape: the `PublicShape`.
         """
-        layers, weights = shape.linears, sum(map(prod, shape.linears))
+        layers = shape.linears
+        weights = sum(map(prod, shape.linears))
         by_kind = {"bits/unquantized": 16.0 * weights}
         for step in steps:
             config = step.config
             if isinstance(config, Grid) and not getattr(config, "act_order", False):
                 groups = sum(n * (k // config.group if config.group else 1) for n, k in layers)
-                scale, zero = {"float16": 16, "float32": 32}[config.scale_dtype], 0 if config.symmetric else config.bits
+                scale = {"float16": 16, "float32": 32}[config.scale_dtype]
+                zero = 0 if config.symmetric else config.bits
                 by_kind = {
                     "bits/codes": config.bits * weights,
                     "bits/scales": scale * groups,

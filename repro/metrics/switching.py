@@ -279,7 +279,8 @@ def _scheduler(model: str, schedule: str) -> Path:
 
 
 def _job(params: Switching, target: Target, validating: bool = False) -> Job:
-    protocol, calibration = target.scale.protocols["switching"], {}
+    protocol = target.scale.protocols["switching"]
+    calibration = {}
     plain = not target.recipe.steps
     schedule = "" if plain else params.schedule
     config = precision_schedules.read(schedule) if schedule else None
@@ -352,7 +353,8 @@ def _similarity(full: Decoder, tokenizer: Any, text: str, references: Sequence[s
 
 def repeated(tokens: Sequence[int]) -> list[bool]:
     """Of each token of a text, whether it ends a run of `REPEATED` which the text had before."""
-    seen, ends_in_repeat = set(), [False] * len(tokens)
+    seen = set()
+    ends_in_repeat = [False] * len(tokens)
     for end in range(REPEATED, len(tokens) + 1):
         run_of_tokens = tuple(tokens[end - REPEATED : end])
         ends_in_repeat[end - 1] = run_of_tokens in seen
@@ -367,11 +369,9 @@ def _cut(ids: Sequence[int], options: Mapping[str, Any]) -> list[int]:
 
 def _engine(options: Mapping[str, Any], folders: Mapping[str, Path]) -> tuple[SwitchingCore, Decoder, float]:
     """The engine of a schedule, or of one width; full precision's decoder; bits a weight beside the codes (DNS)."""
-    on_cpu, device, dtype = (
-        dict(options) | {"device": "cpu"},
-        torch.device(options["device"]),
-        getattr(torch, options["dtype"]),
-    )
+    on_cpu = dict(options) | {"device": "cpu"}
+    device = torch.device(options["device"])
+    dtype = getattr(torch, options["dtype"])
     made: dict[int, LowBitModel] = {16: compress.load(on_cpu, None)}
     made |= {int(role[1:]): compress.load(on_cpu, folders[role]) for role in folders if role[0] == "w"}
     context = weights.check(options["model"], made[16].model.config, options["context"])
@@ -416,7 +416,8 @@ def _together(
     recorded: Mapping[str, Mapping[str, Series]],
 ) -> list[dict[str, Any]]:
     """What is kept of prompts that are decoded together: a mapping each."""
-    prompts, signal = [ids[i] for i in numbers], recorded.get("signal")
+    prompts = [ids[i] for i in numbers]
+    signal = recorded.get("signal")
     references = []
     if "full" in recorded:
         references = [list(map(int, recorded["full"][f"tokens {i}"].values)) for i in numbers]
@@ -572,7 +573,8 @@ def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 
 def _curve(recorded: Mapping[str, Series], name: str, spread: bool) -> np.ndarray:
     """By token, the mean over prompts of a window's mean, or its standard deviation, over the texts that go on."""
-    means, of = [], "tokens" if name == "repeated" else name
+    means = []
+    of = "tokens" if name == "repeated" else name
     for key, one in recorded.items():
         if key.startswith(f"{of} ") and len(one.values) > WINDOW:
             each = 100 * np.asarray(repeated(one.values.tolist())) if name == "repeated" else one.values

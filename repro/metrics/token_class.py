@@ -129,7 +129,8 @@ def by_class(full: nn.Module, low: nn.Module | None, ids: torch.Tensor, of: Sequ
     values = {"nll": F.nll_loss(logs[-1], targets, reduction="none")}
     if low is not None:
         values["kl"] = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
-    class_of, totals = np.asarray(of)[ids[1:].numpy()], {}
+    class_of = np.asarray(of)[ids[1:].numpy()]
+    totals = {}
     for show, one in values.items():
         sums = np.bincount(class_of, one.double().cpu().numpy(), minlength=len(CLASSES)) / len(class_of)
         totals |= {f"{name}/{show}": float(x) for name, x in zip(CLASSES, sums)}

@@ -151,11 +151,13 @@ def _value(params: TimePerToken, folder: Path, files: Stamps) -> float | None:
     contexts = PROMPT + np.arange(1, count + 1)
     if measured.lacks(sorted(widths), contexts[-1], config.layers if config else 0):
         return None
-    share, switches = np.ones((count, 1)), []
+    share = np.ones((count, 1))
+    switches = []
     if config:
         sizes = _sizes(measured.shape)
         log = at_best(config, sizes, count)
-        share, switches = along.shares(log, path, sizes, count), sorted({switch.step for switch in log})
+        share = along.shares(log, path, sizes, count)
+        switches = sorted({switch.step for switch in log})
     lost = len(switches) * measured.lost_by(config.layers) / count if switches else 0.0
     if params.show == "switching":
         return lost

@@ -30,7 +30,8 @@ class Training(Metric):
 
     def jobs(self, target: Target) -> dict[str, Job]:
         """The jobs that compress the model train it: one for each step of the recipe, `step 0` the last."""
-        jobs, job = {}, compress.job(target)
+        jobs = {}
+        job = compress.job(target)
         while job:
             jobs[f"step {len(jobs)}"] = job
             job = dict(job.needs).get("start")

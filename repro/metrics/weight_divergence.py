@@ -36,7 +36,8 @@ class WeightDivergence(Metric):
         """One job compares all layers; full precision has none."""
         if not target.recipe.steps:
             return {}
-        made, config = compress.job(target), Config(direction=self.direction)
+        made = compress.job(target)
+        config = Config(direction=self.direction)
         rule = {name: asdict(config)[name] for name in ("direction", "bins", "pseudocount")}
         inputs = target.inputs() | rule | {"calibration": made.parsed_inputs().get("calibration")}
         job = make("weight_divergence", target.label, inputs, target.options() | rule, {"weights": made}, target.steps)
@@ -50,9 +51,11 @@ class WeightDivergence(Metric):
             UserError: damaged inputs.
         """
         options = job.parsed_options()
-        full, quantized = compress.load(options, None), compress.load(options, folders["weights"])
+        full = compress.load(options, None)
+        quantized = compress.load(options, folders["weights"])
         config = Config(direction=options["direction"], bins=options["bins"], pseudocount=options["pseudocount"])
-        other, values = block_linears(quantized.model), []
+        other = block_linears(quantized.model)
+        values = []
         for name, linear in block_linears(full.model).items():
             values.append(weight_divergence(linear.weight.detach(), other[name].weight.detach(), config))
         observations.save(folder / observations.FILE, {"layers": Series(np.asarray(values), "layers")}, origin)

@@ -60,7 +60,8 @@ class InputStatistics:
         x, rows = x.to(torch.promote_types(x.dtype, torch.float32)), slice(self.seen, self.seen + len(x))
         self.seen += len(x)
         if self.mean_abs is not None:
-            size, wide = x.abs(), {"dtype": torch.float64}
+            size = x.abs()
+            wide = {"dtype": torch.float64}
             self.mean_abs[rows], self.max_abs[rows] = size.mean(1, **wide), size.amax(1).double()
             self.mean_square[rows] = x.square().mean(1, **wide)
         if self.second_moment is not None:

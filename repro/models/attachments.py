@@ -51,7 +51,10 @@ class SummedLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, extra: nn.Module) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight, self.bias, self.linear, self.extra = linear.weight, linear.bias, linear, extra
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.linear = linear
+        self.extra = extra
 
     def forward(self, x: Tensor) -> Tensor:
         """The sum, in the layer's dtype."""

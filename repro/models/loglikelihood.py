@@ -98,7 +98,11 @@ def score(
         prompts, cut = _alone(prefixes, rows, context)
         if unscaled_positions(model.config) < math.inf:
             tokens = 1  # a row a pass: a longer one beside it would change its rotary embedding
-    log_p, same, owner, cached, of = [], [], [], None, -1
+    log_p = []
+    same = []
+    owner = []
+    cached = None
+    of = -1
     model.eval()
     for batch in _batches(prompts, prefixes, tokens):
         if batch[0].prefix != of:
@@ -194,7 +198,8 @@ def unscaled_positions(config: Any) -> float:
 
 def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[AnsweredPrompt], np.ndarray]:
     """As `_prompts`, but each row by itself, without a prefix or another answer."""
-    prompts, cut = [], np.zeros(len(rows), dtype=bool)
+    prompts = []
+    cut = np.zeros(len(rows), dtype=bool)
     for row, (prefix, ids, count) in enumerate(rows):
         whole = np.concatenate([prefixes[prefix], ids]) if prefix >= 0 else ids
         (prompt,), cut[row : row + 1] = _prompts([], [(-1, whole, count)], window)
@@ -211,7 +216,8 @@ def _batches(
     padding = 0
     for prompt in sorted(prompts, key=lambda one: (one.prefix, one.branches > 1, -one.length)):
         if batch:
-            first, count = batch[0], len(batch) + 1
+            first = batch[0]
+            count = len(batch) + 1
             before = len(prefixes[first.prefix]) if first.prefix >= 0 else 0
             padding += first.length - prompt.length
             same = (prompt.prefix, prompt.branches > 1) == (first.prefix, first.branches > 1)
@@ -232,7 +238,8 @@ def _keys_and_values(model: nn.Module, ids: np.ndarray) -> Any:
 def _answers(model: nn.Module, cached: Any, before: int, batch: list[AnsweredPrompt]) -> tuple[Tensor, Tensor]:
     """Of every id of a batch's answers: its log p, float64, and whether it is the likeliest."""
     width = batch[0].length
-    ids, positions = np.zeros((len(batch), width), dtype=np.int64), np.tile(np.arange(width), (len(batch), 1))
+    ids = np.zeros((len(batch), width), dtype=np.int64)
+    positions = np.tile(np.arange(width), (len(batch), 1))
     branch = np.zeros((len(batch), width), dtype=np.int64)
     at: list[int] = []
     where: list[int] = []
@@ -257,7 +264,9 @@ def _answers(model: nn.Module, cached: Any, before: int, batch: list[AnsweredPro
         past.batch_repeat_interleave(len(batch))
     mask = _apart(given[2], before, model.dtype) if batch[0].branches > 1 else None
     words = {"position_ids": given[1], "attention_mask": mask, "past_key_values": past, "use_cache": past is not None}
-    log_p, same, head = [], [], model.get_output_embeddings()
+    log_p = []
+    same = []
+    head = model.get_output_embeddings()
 
     def only(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         return (args[0][given[3][0], given[3][1]][None],)

@@ -143,7 +143,8 @@ class LowBitModel:
         """
         end = 0
         for name in names:
-            start, end = end, end + self.model.get_submodule(name).out_features
+            start = end
+            end = end + self.model.get_submodule(name).out_features
             self.set_weight(name, tall.rows(start, end))
 
     def set_dense(self, name: str, value: Tensor) -> None:
@@ -196,7 +197,8 @@ class LowBitModel:
 
         `meta` (text) and a SHA-256 of everything go into its header.
         """
-        tensors, layers = {name: value.contiguous() for name, value in self.dense.items()}, {}
+        tensors = {name: value.contiguous() for name, value in self.dense.items()}
+        layers = {}
         for name, weight in self.weights.items():
             for key in weight.TENSORS:
                 tensor = getattr(weight, key)

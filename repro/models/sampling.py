@@ -27,7 +27,9 @@ def sample(
     bos, eos = model.config.bos_token_id, model.config.eos_token_id
     generator = torch.Generator(model.device).manual_seed(seed)
     ids = torch.full((count, 1), bos, device=model.device)
-    rows, ended, cache = [ids], torch.zeros(count, dtype=torch.bool, device=model.device), None
+    rows = [ids]
+    ended = torch.zeros(count, dtype=torch.bool, device=model.device)
+    cache = None
     for _ in tqdm(range(length - 1), desc="sample", mininterval=10):
         out = model(input_ids=rows[-1], past_key_values=cache, use_cache=True)
         cache = out.past_key_values

@@ -57,7 +57,12 @@ def _name(part: str) -> tuple[str, list[str]]:
 
 def _split(text: str, separator: str) -> list[str]:
     """The parts of `text` between separators, except those in brackets, in quotes or in a number such as 5e-05."""
-    parts, start, closing, quote, previous, i = [], 0, [], "", " ", 0
+    parts = []
+    start = 0
+    closing = []
+    quote = ""
+    previous = " "
+    i = 0
     while i < len(text):
         c = text[i]
         if quote:
@@ -106,7 +111,8 @@ def options(name: str, words: list[str], config: type) -> dict[str, Any]:
     Raises:
         ValueError: no such option, one that is given twice, or a value that is none.
     """
-    hints, values = get_type_hints(config), {}
+    hints = get_type_hints(config)
+    values = {}
     for word in words:
         for one in _single(word, hints):
             key, value = _option(name, one, config, hints)
@@ -136,7 +142,8 @@ def _option(name: str, word: str, config: type, hints: Mapping[str, Any]) -> tup
     elif word in WORDS and word not in hints:
         field, value = WORDS[word]
     elif short and short[1] in SHORT and word not in hints:
-        field, value = SHORT[short[1]], int(short[2])
+        field = SHORT[short[1]]
+        value = int(short[2])
     else:
         field, value = word, True
     check_option(name, field, key, config)

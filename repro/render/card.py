@@ -24,7 +24,8 @@ from repro.render import plot
 
 TEXTS = ("held-out", "wikitext2", "c4-local")
 ROUNDINGS = ("rtn-w8-pc", "rtn-w4-pc", "rtn-w3-pc", "rtn-w2-pc", "rtn-w4-g128", "rtn-w3-g128", "rtn-w2-g128")
-WIKITEXT_ROUNDINGS, WIKITEXT_WINDOWS = ("rtn-w4-pc", "rtn-w3-pc"), 150  # 150 of 512, as before the layout
+WIKITEXT_ROUNDINGS = ("rtn-w4-pc", "rtn-w3-pc")
+WIKITEXT_WINDOWS = 150  # of 512, as before the layout
 NEWLINE_NATS, PERPLEXITY_SLACK, DAMAGE_KEPT = 1.0, 0.02, 0.9  # the targets of the corpus share in WikiText's layout
 WINDOWS = {512: 600, 2048: 150}  # the first so many windows of a text, or all
 EDGES = (1, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
@@ -36,7 +37,8 @@ def measure(name: str, device: str = "cpu") -> dict:
     Raises:
         UserError: a text that is not there.
     """
-    model, tokenizer = models.load(name, device), models.tokenizer(name)
+    model = models.load(name, device)
+    tokenizer = models.tokenizer(name)
     ids = {text: corpora.token_ids(text, tokenizer) for text in TEXTS}
     facts: dict = {"model": name, "ppl": {}, "rounding_on_held_out_512": {}}
     for text in TEXTS:
@@ -85,7 +87,8 @@ def token_classes(model: Any, windows: torch.Tensor, tokenizer: Any, batch: int 
         of = classes[ids[:, 1:].flatten()]
         total.index_add_(0, of, F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none").double())
         count += torch.bincount(of, minlength=3)
-    nats, share = (total / count.clamp(min=1)).tolist(), (count / count.sum()).tolist()
+    nats = (total / count.clamp(min=1)).tolist()
+    share = (count / count.sum()).tolist()
     return {
         name: {"nats": round(nats[i], 4), "share": round(share[i], 5)}
         for i, name in enumerate(("newline", "blank", "other"))

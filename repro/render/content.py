@@ -57,7 +57,10 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
         results: what is shown, all of it looked up.
         only: the rows that are shown; all without it.
     """
-    paper, number, by_key, scale = results.paper, results.number, results.by_key, results.scale
+    paper = results.paper
+    number = results.number
+    by_key = results.by_key
+    scale = results.scale
     cells = [cell for cell in results.cells if only is None or cell.row in only]
     spec = tables.table(paper, number)
     named = f"{paper}, Table {number}" if number.isdecimal() else f"{paper}, {number}".removeprefix(", ")
@@ -86,7 +89,8 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
             if row in printed or any(pair.here for pair in texts):
                 rows.append([row, *texts])
     if paper in tables.FOLDERS and columns == [""]:
-        columns, rows = ["target", "verdict"], _with_targets(results.verdicts, spec, rows)
+        columns = ["target", "verdict"]
+        rows = _with_targets(results.verdicts, spec, rows)
     else:
         columns, rows = _without_empty_columns(columns, rows)
     scaled = any(
@@ -397,7 +401,8 @@ def _at_chance(cells: Sequence[Measurement]) -> Iterator[str]:
 
 def verdict_line(judged: judging.Judged) -> str:
     """A claim with its verdict and count of cases, grade, models, values and cross-checks, in one line."""
-    spec, ours = judged.spec, tables.split(judged.spec.table)[0] in tables.FOLDERS
+    spec = judged.spec
+    ours = tables.split(judged.spec.table)[0] in tables.FOLDERS
     facts = [judged.said] if judged.verdict else []
     if judged.measured:
         named = chain.from_iterable(case.on.split(", ") for case in judged.cases)

@@ -116,7 +116,8 @@ def _models_named(cells: Sequence[Cell]) -> dict[str, str]:
 
 def _leaderboard(flow: Workflow, paths: Sequence[Path]) -> Drawn:
     """The leaderboard's recipes by bits and ratio; its numbers are those of tables/table2."""
-    panels, title = table_files.scattered(flow), f"Every recipe of scale {flow.scale.name}; paired 95 % intervals"
+    panels = table_files.scattered(flow)
+    title = f"Every recipe of scale {flow.scale.name}; paired 95 % intervals"
     for path in paths:
         plot.scatter(panels, title, "stored bits per block weight", "perplexity / full precision", path)
     lines = []

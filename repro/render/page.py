@@ -275,7 +275,8 @@ def _cross_checks(paper: str, judged: Sequence[Judged]) -> dict[str, Any]:
         measured: set[str] = set()
         for case in one.cases:
             measured |= {check.name for check in case.cross_checks}
-        names, rows = [name for name in one.spec.cross_checks if name in measured], []
+        names = [name for name in one.spec.cross_checks if name in measured]
+        rows = []
         for (keys, named), case in zip(one.spec.case_cells(), one.cases):
             key = frozenset(named.values())
             if not case.cross_checks or key in seen:

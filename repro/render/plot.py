@@ -108,7 +108,8 @@ def _joined_lines(svg: str) -> str:
     path = re.compile(r'<path d="([^"]*)"((?: clip-path="[^"]*")? class="(s\d+)")/>')
     kept: list[str] = []
     for line in svg.split("\n"):
-        this, before = path.fullmatch(line), path.fullmatch(kept[-1]) if kept else None
+        this = path.fullmatch(line)
+        before = path.fullmatch(kept[-1]) if kept else None
         if this and before and this[2] == before[2] and this[3] in hollow:
             kept[-1] = f'<path d="{before[1]}{this[1]}"{this[2]}/>'
         else:
@@ -497,13 +498,16 @@ def roofline(
     peaks = {name: peak for name, peak in levels.items() if name != "memory"}
     if "memory" not in levels or not peaks:
         return nothing(f"{title}: no measured ceilings", path)
-    memory, series, xs = levels["memory"], {}, []
+    memory = levels["memory"]
+    series = {}
+    xs = []
     for name, points in next(iter(panels.values()), {}).items():
         for point in points:
             xs.append(point[0])
             series.setdefault(name, {}).setdefault(int(point[4]), []).append(point[:2])
     xs = xs or [1.0]
-    low, high = min(xs) / 1.4, max([*xs, max(peaks.values()) / memory]) * 2.2
+    low = min(xs) / 1.4
+    high = max([*xs, max(peaks.values()) / memory]) * 2.2
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(8, 5.4))
         for kind, peak in peaks.items():
@@ -518,7 +522,8 @@ def roofline(
         for i, (name, by_count) in enumerate(series.items()):
             means = np.array([np.exp(np.mean(np.log(points), axis=0)) for _, points in sorted(by_count.items())])
             every = np.array(list(chain(*by_count.values())))
-            mine, color = ":" in name, PALETTE[i % len(PALETTE)]
+            mine = ":" in name
+            color = PALETTE[i % len(PALETTE)]
             axis.scatter(*every.T, s=4, color=color, alpha=0.25, linewidths=0)
             look = {"markersize": 5.5, "linewidth": 1.6} if mine else {"markersize": 4.5, "markerfacecolor": "white"}
             look |= {"marker": MARKERS[i % len(MARKERS)], "color": color, "zorder": 4 if mine else 3}

@@ -106,13 +106,15 @@ def under(sheet: Sheet, folded: bool = False, short: bool = False) -> TextGrid:
     """
     body = []
     for row in sheet.rows:
-        label, pairs = list(row[: sheet.left]), row[sheet.left :]
+        label = list(row[: sheet.left])
+        pairs = row[sheet.left :]
         if len(row) == 1 or not sheet.paired or not any(pair.here for pair in pairs):
             body.append([[c.printed if isinstance(c, Pair) else c for c in row]])
             continue
         cells = [_folded(pair.here) if folded else [pair.here] for pair in pairs]
         first, *more = zip_longest(*cells, fillvalue="")
-        blank, measured = [""] * (sheet.left - 1), [MeasuredText(text) for text in first]
+        blank = [""] * (sheet.left - 1)
+        measured = [MeasuredText(text) for text in first]
         if short and not any(pair.printed for pair in pairs):
             lines = [[*label, *measured]]
         else:

@@ -38,7 +38,8 @@ class ColumnPlan:
 
 def fit(grid: TextGrid, measure: Measure, page: float, gap: float) -> ColumnPlan:
     """Wrap heads, narrow the text columns, and split the value columns into panels where the page is too narrow."""
-    left, count = grid.left, len(grid.head)
+    left = grid.left
+    count = len(grid.head)
     most = 0.45 * page  # of one value; a longer one is broken
     body = []
     for block in grid.body:
@@ -68,7 +69,8 @@ def fit(grid: TextGrid, measure: Measure, page: float, gap: float) -> ColumnPlan
         return sum(wide) + gap * (len(wide) - 1)
 
     def split(limit: int) -> list[list[int]]:
-        panels, columns = [], list(range(left, count))
+        panels = []
+        columns = list(range(left, count))
         while columns:
             n = min(limit, len(columns))
             while n > 1 and total(columns[:n]) > page + 1e-6:

@@ -182,7 +182,8 @@ def _check_origins(jobs: list[Job]) -> None:
     """
     devices: dict[str, str] = {}
     for job in jobs:
-        origin, wanted = runner.origin(job), job.parsed_options().get("device", "cpu")
+        origin = runner.origin(job)
+        wanted = job.parsed_options().get("device", "cpu")
         provenance.check_commit(origin["commit"])
         if origin["device_class"] != wanted:
             raise UserError(f"measured on {origin['device_class']!r}, but its scale runs it on {wanted!r}")

@@ -91,7 +91,8 @@ def rewrite(spec: Path, rates: Sweep) -> list[str]:
     Returns:
         The rows that are new; they have to be run.
     """
-    text, new = spec.read_text(encoding="utf-8"), []
+    text = spec.read_text(encoding="utf-8")
+    new = []
     for method, values in rates.items():
         multiple = further(values)
         if multiple is not None:

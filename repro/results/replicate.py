@@ -263,7 +263,8 @@ def shown(
             changes[stored.cell.cell_key] = {"source": "differs", "note": _apart(replicated)}
     for key, one in by_key.items():
         if one.measurement.status == "not_run" and flow.stored_first and _has_jobs(flow, one.cell):
-            made, absent = distinct(stored_rows.jobs(flow.brief, one.cell)), data_lacking(flow, one.cell)
+            made = distinct(stored_rows.jobs(flow.brief, one.cell))
+            absent = data_lacking(flow, one.cell)
             if absent:
                 note = f"set REPRO_DATA to a folder that has {absent}, which is not carried by this repository"
                 changes[key] = {"note": note}

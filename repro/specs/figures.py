@@ -102,7 +102,8 @@ def cells(paper: str, number: str) -> list[Cell]:
     Raises:
         UserError: no such spec or table, or a metric that the table does not have.
     """
-    spec, where = figure(paper, number), str(path_of(paper, number).relative_to(HOME))
+    spec = figure(paper, number)
+    where = str(path_of(paper, number).relative_to(HOME))
     if spec.table:
         specified_cells = tables.cells(*tables.split(spec.table))
         for metric in spec.metrics:

@@ -235,7 +235,9 @@ class PublicShape:
     @property
     def linears(self) -> list[tuple[int, int]]:
         """(N, K) of every linear layer of the blocks."""
-        square, narrow, wide = (self.hidden, self.hidden), (self.kv, self.hidden), (self.ffn, self.hidden)
+        square = (self.hidden, self.hidden)
+        narrow = (self.kv, self.hidden)
+        wide = (self.ffn, self.hidden)
         return self.layers * [square, narrow, narrow, square, wide, wide, wide[::-1]]
 
     @property

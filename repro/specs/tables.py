@@ -224,7 +224,8 @@ def headline_claims() -> list[ClaimSpec]:
     Raises:
         UserError: as `headline`, or `measured` names a table or claim that there is not.
     """
-    head, claims = headline(), []
+    head = headline()
+    claims = []
     for named in head.measured:
         name, _, wanted = named.partition(": ")
         known = {claim.claim: claim for claim in reversed(table(*split(name)).claims)}
@@ -252,7 +253,8 @@ def cells(paper: str, number: str) -> list[Cell]:
 
 def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
     where = str(path_of(paper, number).relative_to(HOME))
-    printed, kinds = papers.printed(paper, number), measures(paper) | spec.measure
+    printed = papers.printed(paper, number)
+    kinds = measures(paper) | spec.measure
     first_column = [c for c in printed if c.col == printed[0].col]
     for model in spec.extra_models:
         printed = [*printed, *(replace(c, col=f"{model} (ours)", model=model, value="") for c in first_column)]

@@ -205,7 +205,8 @@ def interval(
             fewest = min(n, fewest)
             continue
         single = not (len(series) > 1 if paired is None else paired)
-        length, rho = 1, np.zeros(len(smooth))
+        length = 1
+        rho = np.zeros(len(smooth))
         if unit[group] == "windows":
             if n >= FEWEST_WINDOWS:
                 rho = np.array([lag_one(each) for each in _contributions(moved, unmoved, series, np.arange(n))])
@@ -284,7 +285,8 @@ def _ends_of_extreme(
         n: units behind them; fewer than three, as where all are times of one run, count as three.
     """
     variance, freedom = _spread(errors)
-    error, quantile = np.sqrt(variance), np.array([_quantile(df) for df in freedom])
+    error = np.sqrt(variance)
+    quantile = np.array([_quantile(df) for df in freedom])
     nearest = int(np.argmin(np.abs(values - value)))
     df = float(freedom[nearest])
     slack = 1e-9 * (1 + abs(value))
@@ -357,7 +359,8 @@ def _stacked(seeds: Sequence[Mapping[str, Series]]) -> dict[str, np.ndarray]:
 
 def _evaluate(expression: Expression, means: Mapping[str, np.ndarray], seeds: int, points: int) -> np.ndarray:
     """The expression `[seeds, points]` of means that are broadcast to that shape; it sees flat arrays."""
-    shape, flat = (seeds, points), {}
+    shape = (seeds, points)
+    flat = {}
     for name, mean in means.items():
         whole = mean if mean.shape == shape else np.broadcast_to(mean, shape)
         flat[name] = whole.ravel()

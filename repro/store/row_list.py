@@ -63,7 +63,8 @@ def read(path: Path, of: type[R]) -> list[R]:
     Raises:
         UserError: a row that was edited, that belongs in another file or is given twice; one that is gone or new.
     """
-    rows, seen = [], set()
+    rows = []
+    seen = set()
     for row in from_csv(path, of):
         where = f"{path}: {row.where_stored}"
         row_digest.check(row, where)

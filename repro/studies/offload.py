@@ -257,7 +257,10 @@ class OffloadBench:
         lengths = recorded_lengths()[:WHOLE]
         prompt = min(engine.context - 1 - max(map(sum, lengths)), 900)
         generator = torch.Generator().manual_seed(0)
-        prefills, iterations, decoded, counted = [], [], 0, 0
+        prefills = []
+        iterations = []
+        decoded = 0
+        counted = 0
         for number, each in enumerate(lengths):
             ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()
             batch = ReplayedDraft(engine._decoding(ids, 1 + sum(each), Sampling(), number), each)
@@ -267,7 +270,8 @@ class OffloadBench:
             iterations += batch.seconds
             counted += len(batch.lengths)
             decoded += sum(batch.lengths[1:])
-        tokens, seconds = decoded + len(lengths), sum(prefills) + sum(iterations)
+        tokens = decoded + len(lengths)
+        seconds = sum(prefills) + sum(iterations)
         calculated = tokens / counted / iteration_s
         ratios = {
             "ratio": tokens / seconds / calculated,
@@ -316,7 +320,8 @@ class ReplayedDraft(Drafted):
     def _accepted(self, said: list[int]) -> list[int]:
         super()._accepted(said)
         tree = self.drafter.tree
-        parents, level = tree.parents.tolist(), next(self.given) - 1
+        parents = tree.parents.tolist()
+        level = next(self.given) - 1
         path = [0] if level == 0 else [1 + tree.top_k * (level - 1)]
         while path[0]:
             path.insert(0, parents[path[0]])
@@ -406,7 +411,10 @@ def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int]) -> 
     exact = (
         plain if dtype == torch.float32 else Engine.load(MODEL, context=context, device=device.type, dtype="float32")
     )
-    count, iterations, new, rows = 0, 0, 0, []
+    count = 0
+    iterations = 0
+    new = 0
+    rows = []
     for name, most in sets.items():
         for prompt in prompts.load(name, most):
             ids = plain._ids(prompt.text)[-(context - TOKENS) :]

@@ -185,7 +185,8 @@ def calculated(shape: str, memory: str, device: torch.device) -> dict[str, Any]:
         pass_s: bytes on the host over `host_bytes_per_s`, and bytes on the GPU over `device_bytes_per_s`; of the host's
             part alone where there is no GPU.
     """
-    config, layers = config_of(shape), layers_on_device(shape, memory)
+    config = config_of(shape)
+    layers = layers_on_device(shape, memory)
     block = sum(budget.block_sizes(config, torch.bfloat16))
     on_host = (config.num_hidden_layers - layers) * block
     on_device = layers * block + head_bytes(config)

@@ -169,7 +169,8 @@ class PrecisionBench:
     def mixed(self, bits: Mapping[str, int], engine: SwitchingCore) -> dict[str, Any]:
         """A mixture's step, and what its layers' shares of the static steps add up to."""
         context = CONTEXTS[0]
-        measured, expected = self.step(bits, context, engine), self.added_up(bits, context)
+        measured = self.step(bits, context, engine)
+        expected = self.added_up(bits, context)
         launches = sum(len(runs(each.bits)) for each in engine.steps.copies)
         return measured | {"expected ms": expected, "ratio": measured["ms"] / expected, "products": launches}
 
@@ -231,7 +232,8 @@ class PrecisionBench:
             weights += sum(tensor.nbytes for tensor in each.at[max(RECIPES)].buffers())
         facts |= {"prefetched": staging.prefetched, "late": staging.late, "buffer bytes": staging.room}
         if self.device.type == "cuda":
-            peak, cache = torch.cuda.max_memory_allocated(self.device), engine.cache
+            peak = torch.cuda.max_memory_allocated(self.device)
+            cache = engine.cache
             other_bytes = peak - cache.keys.nbytes - cache.values.nbytes
             facts |= {"allocated bytes at most": peak, "allocated bytes beside the cache": other_bytes}
         tables = {id(tensor): tensor.nbytes for tensor in (model.embedding, *model.head.buffers())}
@@ -281,7 +283,9 @@ class PrecisionBench:
         apart: `settled ratio` is that of the medians between switches, which other load moves least, and `lost ms` are
         what the switches of this run cost.
         """
-        measured, path, contexts = along.read(self.folder), list(RECIPES), SHORT + np.arange(1, LONG)
+        measured = along.read(self.folder)
+        path = list(RECIPES)
+        contexts = SHORT + np.arange(1, LONG)
         if measured.lacks(path, contexts[-1], WHOLE):
             raise UserError("whole: its parts are not measured yet; say --only step mixed-random switch-ahead whole")
         engine = self.engine(interval=EVERY, layers=WHOLE)

@@ -199,7 +199,8 @@ class SparseBench:
     def step(self, shape: str, how: str) -> dict[str, Any]:
         """Tokens a second of a shape, the best round; what a step reads, and how many launches its lists add."""
         recipe, method = HOW[how]
-        engine, lists = loaded(shape, recipe, method, PROMPT + NEW + 1, torch.device(self.device)), 0
+        engine = loaded(shape, recipe, method, PROMPT + NEW + 1, torch.device(self.device))
+        lists = 0
         for block in engine.model.blocks:
             for name in LAYERS:
                 product = getattr(block, name)

@@ -163,9 +163,11 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
     for name, tensor in task.tensors.items():
         by_rate.setdefault(task.rates[name], []).append(tensor.requires_grad_())
     device = streams[0].device
-    decay, fused = settings.weight_decay, device.type == "cuda"
+    decay = settings.weight_decay
+    fused = device.type == "cuda"
     optimizers = {rate: graphs.adamw(some, rate, weight_decay=decay, fused=fused) for rate, some in by_rate.items()}
-    count, second = len(task.students), [forward is not None for forward in task.seconds]
+    count = len(task.students)
+    second = [forward is not None for forward in task.seconds]
 
     def total(*rows: Tensor) -> Tensor:
         wants = iter(rows[count + 1 :])
@@ -177,7 +179,8 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
     ahead = compiled(total, device, settings.epochs * each)
 
     def step(*rows: Tensor) -> Tensor:
-        value, share = ahead(*rows), 1 / rows[count].numel()  # the target is of an output's shape
+        value = ahead(*rows)
+        share = 1 / rows[count].numel()  # the target is of an output's shape
         gradients = torch._foreach_mul(torch.autograd.grad(value, tensors), share)
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = gradient
@@ -188,7 +191,8 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
     def changed() -> list[Tensor]:
         return list(chain(*map(graphs.changed, optimizers.values())))
 
-    replayed, losses = graphs.Replayed(step, changed), []
+    replayed = graphs.Replayed(step, changed)
+    losses = []
     for epoch in range(settings.epochs):
         taken = [batch_rows(first + epoch * each + i, sequences, settings) for i in range(each)]
         step_losses = []
@@ -224,9 +228,16 @@ class BlockTrainer:
 
     def __init__(self, model: nn.Module, ids: Tensor, settings: BlockSettings, folder: Path, who: str) -> None:
         """`ids` int64 `[S, L]`, `folder` for checkpoints, `who` for messages."""
-        self.model, self.ids, self.settings, self.folder, self.who = model, ids, settings, folder, who
+        self.model = model
+        self.ids = ids
+        self.settings = settings
+        self.folder = folder
+        self.who = who
         self.losses: list[float] = []
-        self.block_tokens, self.steps, self.passes, self.seconds = 0, 0, 0, 0.0
+        self.block_tokens = 0
+        self.steps = 0
+        self.passes = 0
+        self.seconds = 0.0
         self.start, self.kwargs = embedded(model, ids, settings.streams, settings.place)
         self._keeps = self.start.hidden.nbytes * len(self.kwargs) <= KEPT
         self._outputs: list[Stream] = []  # of the full-precision blocks, the same in every pass
@@ -248,8 +259,12 @@ class BlockTrainer:
         Raises:
             NotMeasurable: a loss is not finite.
         """
-        started, trained, stack = time.perf_counter(), 0, blocks(self.model)
-        full, earlier, inputs = self.start.copy(), None, []
+        started = time.perf_counter()
+        trained = 0
+        stack = blocks(self.model)
+        full = self.start.copy()
+        earlier = None
+        inputs = []
         before, self._reached = self._reached, []
         for index, (prefix, block) in enumerate(tqdm(stack.items(), f"{self.who} {name}", **QUIET)):
             task = tasks(block, self.kwargs[index], index)

@@ -137,7 +137,8 @@ def train(
     optimizer = graphs.adamw(trained, settings.lr, weight_decay=settings.weight_decay, fused=fused)
     steps = settings.epochs * steps_per_epoch(len(ids), settings)
     part_loss = compiled(loss, ids.device, steps)
-    path, losses = folder / "end-to-end.safetensors", []
+    path = folder / "end-to-end.safetensors"
+    losses = []
     if path.is_file():
         losses = _load(path, tensors, optimizer, validation)
 
@@ -162,7 +163,8 @@ def train(
     def scored(rows: Tensor) -> Tensor:
         return sum(parts(rows), torch.zeros((), device=rows.device))
 
-    replayed, step_losses = graphs.Replayed(step, partial(graphs.changed, optimizer)), []
+    replayed = graphs.Replayed(step, partial(graphs.changed, optimizer))
+    step_losses = []
     looked = graphs.Replayed(scored, list)
     for number in tqdm(range(len(losses), steps), who, **QUIET):
         graphs.set_rate(optimizer, settings.rate(number, steps))

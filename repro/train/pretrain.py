@@ -112,7 +112,8 @@ def pretrain(
     Raises:
         UserError: a corpus shorter than a batch, or a loss that is not finite.
     """
-    training, model_args = config.training, config.models[name]
+    training = config.training
+    model_args = config.models[name]
     steps = (tokens_to_see or model_args.tokens) // training.batch_tokens
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,8 @@ def pretrain(
 
     step_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
     tokens = tokens.to(device)
-    started, warm = time.perf_counter(), None
+    started = time.perf_counter()
+    warm = None
     saved = started
     running = torch.zeros((), device=device)
     bar = tqdm(range(state["step"], steps), initial=state["step"], total=steps, desc=name, mininterval=10)

@@ -72,7 +72,8 @@ def embedded(model: nn.Module, ids: Tensor, dtype: Dtype, place: Place) -> tuple
     for start in range(0, len(ids), TOGETHER):
         hidden, kwargs = block_inputs(model, ids[start : start + TOGETHER])
         if made is None:
-            shape, pinned = (len(ids), *hidden[0].shape[1:]), place == "host" and parameter.is_cuda
+            shape = (len(ids), *hidden[0].shape[1:])
+            pinned = place == "host" and parameter.is_cuda
             made = torch.empty(shape, dtype=getattr(torch, dtype), device=device, pin_memory=pinned)
         made[start : start + TOGETHER] = torch.cat(hidden).to(made.dtype)
     return Stream(made, parameter.device, parameter.dtype), kwargs

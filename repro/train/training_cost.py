@@ -111,10 +111,12 @@ def shape(name: str, hub: bool = False) -> Shape:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(configuration(name, hub))
-    linears, count = block_linears(model).values(), len(blocks(model))
+    linears = block_linears(model).values()
+    count = len(blocks(model))
     features = sum(sum(linear.weight.shape) for linear in linears) // count
     weights = sum(linear.weight.numel() for linear in linears)
-    size, head = model.get_input_embeddings().weight.shape[1], model.get_output_embeddings().weight.shape[0]
+    size = model.get_input_embeddings().weight.shape[1]
+    head = model.get_output_embeddings().weight.shape[0]
     return Shape(sum(p.numel() for p in model.parameters()), count, weights, features, size, head)
 
 
@@ -167,7 +169,8 @@ def estimate(
         device: `cpu`, where everything is the host's, or `cuda`.
         quantized: whether a quantizer came before the first step.
     """
-    total, head = Estimate(), of.vocabulary * of.hidden / of.weights
+    total = Estimate()
+    head = of.vocabulary * of.hidden / of.weights
     for step in steps:
         cost = work(step, sequences, length, quantized, of.blocks)
         streams = cost.streams * stream_bytes(step.config, cost.sequences, length, of.hidden)
@@ -183,9 +186,11 @@ def estimate(
             step_bytes += LOSS * cost.students if cost.whole else 0
             step_bytes = max(step_bytes, SAMPLING) if getattr(step.config, "data", "") == "sampled" else step_bytes
         away = getattr(step.config, "place", "device") == "host"
-        gpu, host = step_bytes + (0 if away else streams), of.parameters * itemsize + (streams if away else 0)
+        gpu = step_bytes + (0 if away else streams)
+        host = of.parameters * itemsize + (streams if away else 0)
         if device == "cpu":
-            gpu, host = 0, step_bytes + streams
+            gpu = 0
+            host = step_bytes + streams
         total = Estimate(
             total.tokens + cost.tokens,
             max(total.gpu, gpu + CONTEXT if device != "cpu" else 0),

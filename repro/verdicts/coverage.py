@@ -184,11 +184,13 @@ def line_of(
         enough = 5 * len(seen) >= 4 * possible
         status = "partial" if not enough else "fresh" if 5 * origins["fresh"] >= 4 * possible else "stored"
     elif other_device(paper, kind, number):
-        status, wanted = "other_device", {"the machines that it names": len(due)}
+        status = "other_device"
+        wanted = {"the machines that it names": len(due)}
     else:
         bare = models and all(name and not scale.stand_in(name) for name in models)
         status = "no_stand_in" if bare else "missing"
-    printed, grades = len(due) if kind == "table" else 0, Counter(m.grade for m in seen)
+    printed = len(due) if kind == "table" else 0
+    grades = Counter(m.grade for m in seen)
     return Line(paper, kind, number, scale.name, status, len(seen), printed, possible, origins, grades, wanted)
 
 

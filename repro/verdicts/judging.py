@@ -175,7 +175,8 @@ def own_numbers(claim: tables.ClaimSpec, cases: Sequence[Case]) -> str:
     """What the paper's own cells say of a claim, each known to half a unit of its last digit."""
     if any(case.printed is None for case in cases):
         return ""
-    known, verdicts = rounding.cells(claim), []
+    known = rounding.cells(claim)
+    verdicts = []
     for keys, named in claim.case_cells():
         cell = {name: known[key] for name, key in named.items()}
         verdicts.append(_verdict(rounding.corners(claim.quantity.format(**keys), claim.holds.format(**keys), cell)))

@@ -1,21 +1,23 @@
-"""Variance between draws where only one seed ran, pooled over what has three seeds.
+"""The variance between seeds for results of which only one seed ran, pooled over methods that ran with three.
 
-Whoever calibrates or trains draws text, an initialization, an order. Over seeds the loss of a compressed model varies
-in proportion to its damage: the logarithm of what it loses against full precision (nats a token), of its KL divergence,
-or of the tokens on which it disagrees, has about the same standard deviation at every model and granularity. So it is
-pooled over the accepted rows of `spear/seeds`: five calibrated settings and one that only rounds, each with SPEAR at a
-quarter of its sequences, three models, three seeds, two texts. Families, with the standard deviation of loss; of KL:
+Calibration and training draw text, an initialization and an order at random. Over seeds, a compressed model's damage
+(its loss in nats a token, its KL divergence from full precision, or its share of tokens with another top-1) varies in
+proportion to its size: the logarithm of the damage has about the same standard deviation for every model and
+granularity. So this deviation is pooled over the accepted rows of `spear/seeds`: five calibrated settings and one that
+only rounds, each with SPEAR at a quarter of its sequences, on three models and two texts, with three seeds. The families
+and the standard deviations of log loss and of log KL:
 
 - a quantizer that is calibrated or trained: 0.031; 0.014
-- a compensator on such a quantizer, given the draw beneath it: 0.024; 0.011, and `follows` of that draw: 0.55; 0.32
+- a compensator on such a quantizer, given the quantizer's seed: 0.024; 0.011. In addition it keeps the share `follows`
+  of the quantizer's deviation: 0.55; 0.32
 - a compensator on a quantizer that draws nothing: 0.012; 0.006
 
-(test_draws.py computes them anew.) Where a method has no seeds there, such as a training at low bits, it gets
-those of its family; an interval that rests on them covers `pooled seeds`.
+(test_draws.py recomputes them.) A method without seeds of its own, such as a training at low bits, gets the deviation
+of its family; the interval then says that it covers `pooled seeds`.
 
-A stored row names no family, since its recipe and seeds decide which one it has, and since the variance is that of all
-accepted seeds of today: a number kept in each row would be another fact to contradict them. So the interval in a row is
-what was known when it was accepted; what is shown is computed anew from its series and this pool (`stored_rows.find`).
+A stored row does not store its family or deviation: recipe and seeds decide the family, and the deviation changes as
+seeds are accepted. The interval in a row is the one at acceptance; the interval that is shown is recomputed from the
+row's series and today's pool (`stored_rows.find`).
 """
 
 import json
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from repro.workflow.workflow import Workflow
 
 POOL = "spear/seeds"
-MEASURES = ("nll", "kl")  # of what the pool has seeds; top-1 disagreement takes those of KL
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,11 @@ class Spread:
 
     Attributes:
         quantizer: of a calibrated quantizer.
-        compensator: of a compensator on one, given the quantizer's draw.
-        follows: the share of the quantizer's deviation that is left behind the compensator.
+        compensator: of a compensator on a calibrated quantizer, given the quantizer's seed.
+        follows: the share of the quantizer's deviation that remains after the compensator.
         alone: of a compensator on a quantizer that draws nothing.
-        df, df_alone: degrees of freedom of the first two, and of the last.
+        df: degrees of freedom of `quantizer` and `compensator`.
+        df_alone: degrees of freedom of `alone`.
     """
 
     quantizer: float
@@ -64,53 +66,63 @@ class Spread:
 
 
 def of(flow: "Workflow", cell: Cell, seeds: Sequence[Mapping[str, Series]]) -> dict[str, Draw]:
-    """The draws behind the series of a cell that one seed gave; none where nothing is drawn, or nothing is known.
+    """The random draws behind a cell of which one seed was measured; empty if nothing is drawn or no spread is known.
 
     Returns:
-        Draws by what was drawn: two cells of one compressed model share them.
+        Draws by the name of their source; two cells of one compressed model share them.
     """
     parsed = recipe.parse(cell.recipe)
     if len(seeds) != 1 or not parsed.seeded:
         return {}
     effects: dict[str, dict[str, float]] = {}
     freedom: dict[str, int] = {}
-    for name, one in seeds[0].items():
-        measure = name.rpartition("/")[2]
-        spread = pooled("nll" if measure == "nll" else "kl") if measure in (*MEASURES, "top1") else None
-        damage = _damage(flow, cell, name, one) if spread else None
-        for drawn, deviation, df in _sources(cell, parsed, spread) if damage else ():
-            effects.setdefault(drawn, {})[name] = deviation * damage
-            freedom[drawn] = df
-    return {drawn: Draw(effect, freedom[drawn]) for drawn, effect in effects.items()}
+    for name, series in seeds[0].items():
+        spread = _spread_of(name)
+        damage = _damage(flow, cell, name, series) if spread else None
+        if not damage:
+            continue
+        for source, deviation, df in _sources(cell, parsed, spread):
+            effects.setdefault(source, {})[name] = deviation * damage
+            freedom[source] = df
+    return {source: Draw(effect, freedom[source]) for source, effect in effects.items()}
+
+
+def _spread_of(name: str) -> Spread | None:
+    """The pooled spread that holds for a series; None for series that are no loss, KL or top-1 agreement."""
+    measure = name.rpartition("/")[2]
+    if measure == "nll":
+        return pooled("nll")
+    return pooled("kl") if measure in ("kl", "top1") else None
 
 
 def _sources(cell: Cell, parsed: recipe.Recipe, spread: Spread) -> Iterable[tuple[str, float, int]]:
-    """What is drawn for a recipe, as a name, the relative deviation of its damage, and degrees of freedom."""
-    first = next((i for i, step in enumerate(parsed.steps) if step.attaches), len(parsed.steps))
-    quantizer = recipe.Recipe(parsed.steps[:first])
-    compensated = first < len(parsed.steps)
-    drawn = [cell.stand_in, cell.calibration, *map(str, cell.seeds[:1])]
+    """The sources of randomness of a recipe: name, relative standard deviation of the damage, degrees of freedom."""
+    attached = next((i for i, step in enumerate(parsed.steps) if step.attaches), len(parsed.steps))
+    quantizer = recipe.Recipe(parsed.steps[:attached])
+    compensated = attached < len(parsed.steps)
+    facts = [cell.stand_in, cell.calibration, *map(str, cell.seeds[:1])]
     if quantizer.seeded:
         follows = spread.follows if compensated else 1.0
-        yield json.dumps([*drawn, quantizer.name]), follows * spread.quantizer, spread.df
+        yield json.dumps([*facts, quantizer.name]), follows * spread.quantizer, spread.df
     if compensated:
         deviation, df = (spread.compensator, spread.df) if quantizer.seeded else (spread.alone, spread.df_alone)
-        yield json.dumps([*drawn, parsed.name]), deviation, df
+        yield json.dumps([*facts, parsed.name]), deviation, df
 
 
-def _damage(flow: "Workflow", cell: Cell, name: str, one: Series) -> float | None:
-    """What a series says that was lost, in its own unit and with its sign; None where full precision is not known."""
-    mean, measure = float(one.values.mean()), name.rpartition("/")[2]
+def _damage(flow: "Workflow", cell: Cell, name: str, series: Series) -> float | None:
+    """The damage that a series measures, in its own unit and with its sign; None if full precision is unknown."""
+    mean = float(series.values.mean())
+    measure = name.rpartition("/")[2]
     if measure == "kl":
         return mean
     if measure == "top1":
         return mean - 1
-    full = _full_precision(flow, cell, name, one.group)
+    full = _full_precision(flow, cell, name, series.group)
     return None if full is None else mean - full
 
 
 def _full_precision(flow: "Workflow", cell: Cell, name: str, group: str) -> float | None:
-    """The mean of the same series of full precision, built here or accepted."""
+    """The mean of the same series of full precision, built here or accepted; None if neither is there."""
     full = flow.full_precision(cell)
     try:
         built = flow.quantity(full)
@@ -130,7 +142,7 @@ def _full_precision(flow: "Workflow", cell: Cell, name: str, group: str) -> floa
 
 
 def pooled(measure: str) -> Spread | None:
-    """The pooled spread of loss (`nll`) or `kl`; None where results/ lacks the pool.
+    """The pooled spread of loss (`nll`) or `kl`; None if results/ lacks the rows of `POOL`.
 
     Raises:
         UserError: results/ is damaged.
@@ -141,26 +153,26 @@ def pooled(measure: str) -> Spread | None:
 @cache
 def _pooled(results: Path, measure: str) -> Spread | None:
     rows = accepted.of_table(POOL)
-    both, alone = deviations(rows, measure), deviations_alone(rows, measure)
-    if not both or not alone:
+    pairs, alone = deviations(rows, measure), deviations_alone(rows, measure)
+    if not pairs or not alone:
         return None
-    quantizer, compensated = np.concatenate(both, axis=1)
-    df = sum(each.shape[1] - 1 for each in both)
+    quantizer, compensated = np.concatenate(pairs, axis=1)
+    df = sum(deviation.shape[1] - 1 for deviation in pairs)
     follows = float(quantizer @ compensated / (quantizer @ quantizer))
-    rest = compensated - follows * quantizer
-    df_alone = sum(len(each) - 1 for each in alone)
+    remainder = compensated - follows * quantizer
+    df_alone = sum(len(deviation) - 1 for deviation in alone)
     return Spread(
         quantizer=math.sqrt(quantizer @ quantizer / df),
-        compensator=math.sqrt(rest @ rest / (df - 1)),
+        compensator=math.sqrt(remainder @ remainder / (df - 1)),
         follows=follows,
-        alone=math.sqrt(sum(float(each @ each) for each in alone) / df_alone),
+        alone=math.sqrt(sum(float(deviation @ deviation) for deviation in alone) / df_alone),
         df=df,
         df_alone=df_alone,
     )
 
 
 def deviations(rows: Iterable[Measurement], measure: str) -> list[np.ndarray]:
-    """Per row of a calibrated quantizer and SPEAR on it: both log damages `[2, seeds]` without their means."""
+    """The log damages of a calibrated quantizer and of SPEAR on it, minus their means: `[2, seeds]` for each row."""
     pairs = []
     for row in rows:
         seeds = accepted.series(row)
@@ -176,7 +188,7 @@ def deviations(rows: Iterable[Measurement], measure: str) -> list[np.ndarray]:
 
 
 def deviations_alone(rows: Sequence[Measurement], measure: str) -> list[np.ndarray]:
-    """Per row of SPEAR on a quantizer that draws nothing: log damages `[seeds]` without their mean."""
+    """The log damages of SPEAR on a quantizer that draws nothing, minus their mean: `[seeds]` for each row."""
     full = {}
     for row in rows:
         first = accepted.series(row)[0]
@@ -194,5 +206,5 @@ def deviations_alone(rows: Sequence[Measurement], measure: str) -> list[np.ndarr
 
 
 def _mean(series: Mapping[str, Series], name: str) -> float:
-    """The mean of a series; 0 of full precision's KL, which has none."""
+    """The mean of a series; 0 if it is missing, as full precision's KL is."""
     return float(series[name].values.mean()) if name in series else 0.0

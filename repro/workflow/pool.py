@@ -71,10 +71,10 @@ class Outcome:
     """A job that ended.
 
     Attributes:
-        seconds: that it took.
+        seconds: its run time.
         problem: what went wrong, in one sentence; empty if nothing did.
-        crowded: whether that was GPU memory which other programs held.
-        gpu_bytes: the most that it held of a GPU, CUDA's context included; 0 for a job that used none.
+        crowded: whether it failed because other programs held GPU memory.
+        gpu_bytes: its peak GPU memory, CUDA's context included; 0 for a job that used no GPU.
     """
 
     seconds: float
@@ -85,12 +85,12 @@ class Outcome:
 
 @dataclass
 class GpuMemory:
-    """GPU memory: what is free of each GPU at the start, and what jobs were measured to hold of it.
+    """GPU memory: what was free at the start, and the peaks that were measured of jobs.
 
     Attributes:
-        free: bytes by GPU; one that the driver does not tell of takes any number of jobs.
-        peaks: the most that a job of a kind held.
-        alone: ids of jobs that did not fit beside others, and wait for a GPU to themselves.
+        free: free bytes by GPU at the start; a GPU that is not in it takes any number of jobs.
+        peaks: peak bytes of jobs that are `alike`.
+        alone: ids of jobs that did not fit next to others and wait for a GPU to themselves.
     """
 
     free: Mapping[int, int] = field(default_factory=dict)
@@ -99,19 +99,23 @@ class GpuMemory:
 
     @classmethod
     def measured(cls, jobs: Sequence[Job], todo: Mapping[str, Job], gpus: int) -> "GpuMemory":
-        """What is free on this many GPUs, and what those of some jobs that ran before held of one."""
+        """Free memory of `gpus` GPUs, and the peaks of those `jobs` that ran in an earlier call.
+
+        Args:
+            todo: the jobs by id that have not run yet.
+        """
         memory = cls(free_bytes(gpus) if jobs else {})
         for job in jobs:
-            if job.id not in todo and (known := gpu_bytes_of(job)) is not None:
-                memory.note(job, known)
+            if job.id not in todo and (held := gpu_bytes_of(job)) is not None:
+                memory.note(job, held)
         return memory
 
     def note(self, job: Job, gpu_bytes: int) -> None:
-        """Keep what a job was measured to hold."""
+        """Keep the measured peak of a job."""
         self.peaks[alike(job)] = max(gpu_bytes, self.peaks.get(alike(job), 0))
 
     def fits(self, job: Job, worker: Worker, workers: Sequence[Worker]) -> bool:
-        """Whether a job may start on the GPU of an idle worker, beside what runs there."""
+        """Whether a job may start on an idle worker's GPU next to the jobs that run there."""
         others = [other for other in workers if other.job and other.gpu == worker.gpu]
         if any(other.alone for other in others) or (others and self.needs_gpu_alone(job)):
             return False
@@ -123,7 +127,7 @@ class GpuMemory:
         return not used or used + self.peaks[alike(job)] <= self.free.get(worker.gpu, sys.maxsize)
 
     def needs_gpu_alone(self, job: Job) -> bool:
-        """Whether nothing may run beside a job on its GPU: it times what it runs, or did not fit beside others."""
+        """Whether a job needs a GPU to itself: it measures times, or did not fit next to others."""
         return job.id in self.alone or runner.alone(job)
 
 
@@ -133,7 +137,7 @@ def on_gpu(job: Job) -> bool:
 
 
 def alike(job: Job) -> Alike:
-    """What jobs have in common that hold about as much of a GPU."""
+    """The key of jobs that are taken to need the same GPU memory."""
     return job.kind, job.steps, job.parsed_options().get("model", "")
 
 
@@ -147,9 +151,10 @@ def run_all(
         side_by_side: worker processes.
         gpus: GPUs that the workers are spread over; 0 leaves them alone.
         minutes: start nothing after that many; 0 is no limit.
-        turns: by a job's id, what is started first: of jobs that are ready those of the least number, and among them
-            what nothing else needs, so that what is compressed is measured at once: a run that is cut leaves numbers.
-            Then, on a GPU, steps that an idle worker ran before, steps that none ran; and the longest chain.
+        turns: job id to its turn; of the jobs that are ready, those with the lowest turn start first. Among these, jobs
+            that no other job needs come first, so that a compressed model is measured at once and a run that is cut
+            off leaves numbers. Then, on a GPU, jobs whose steps an idle worker has compiled, then jobs whose steps no
+            worker has compiled, then the longest chain.
 
     Raises:
         UserError: fewer than one worker.
@@ -163,7 +168,9 @@ def run_all(
     work = work_left(jobs)
     order = {job.id: (turns.get(job.id, 0), needed_by[job.id] > 0, -work[job.id]) for job in todo.values()}
     memory = GpuMemory.measured([job for job in jobs if on_gpu(job)], todo, gpus)
-    began, problems, total = time.monotonic(), [], len(todo)
+    began = time.monotonic()
+    problems = []
+    total = len(todo)
     with _mps(gpus), _workers(min(side_by_side, max(1, total)), gpus) as workers, Progress(total) as progress:
         while todo or any(worker.job for worker in workers):
             if not minutes or time.monotonic() - began <= 60 * minutes:
@@ -196,19 +203,21 @@ def _start(workers: Sequence[Worker], todo: dict[str, Job], order: Mapping[str, 
     while pair := _next(workers, ready, order, memory):
         worker, job = pair
         ready.remove(job)
-        worker.job, worker.alone = todo.pop(job.id), memory.needs_gpu_alone(job)
+        worker.job = todo.pop(job.id)
+        worker.alone = memory.needs_gpu_alone(job)
         worker.compiled |= {job.steps}
         worker.pipe.send(job)
 
 
 def _ended(workers: Sequence[Worker]) -> list[tuple[Job, Outcome]]:
-    """Wait until at least one job has ended; those that have, whose workers are idle again.
+    """Wait until at least one job has ended; return those that have, and mark their workers as idle.
 
     Raises:
         UserError: a worker died.
     """
     busy = [worker for worker in workers if worker.job]
-    told, ended = wait([worker.pipe for worker in busy]), []
+    told = wait([worker.pipe for worker in busy])
+    ended = []
     for worker in busy:
         if worker.pipe in told:
             job, worker.job, worker.alone = worker.job, None, False
@@ -227,10 +236,10 @@ def rebuild(jobs: Sequence[Job], folder: Path, minutes: float = 0.0, turns: Mapp
 
 
 def run_on_machine(jobs: Sequence[Job], cores: int, minutes: float = 0.0, turns: Mapping[str, int] = {}) -> int:
-    """As `run_all`: a worker for each GPU of this machine where jobs take one, else as many as the cores carry.
+    """As `run_all`, with one worker per GPU of this machine if a job needs one, else as many as fit on `cores`.
 
-    What is trained may have more threads than other jobs of a model. It shares the cores with them: those threads wait
-    for each other now and then, and work that is there for a core keeps it busy.
+    The number of workers follows from the job with the fewest threads. Jobs that train may have more threads, and share
+    the cores with the others: their threads often wait for each other, and other work then keeps the cores busy.
     """
     on_gpus = gpus() if any(map(on_gpu, jobs)) else 0
     threads = min(
@@ -240,24 +249,24 @@ def run_on_machine(jobs: Sequence[Job], cores: int, minutes: float = 0.0, turns:
 
 
 def run_here(jobs: Sequence[Job]) -> None:
-    """Run jobs that are not done one after the other in this process, their output to their logs.
+    """Run jobs that are not done one after another in this process; their output goes to their logs.
 
     Raises:
         UserError: a job failed; those before it are kept.
     """
     todo = [job for job in jobs if not runner.done(job)]
     for i, job in enumerate(todo, start=1):
-        shown = sys.stderr if sys.stderr.isatty() else None
-        outcome = _run(job, shown)
-        if outcome.problem and shown:
-            print(file=shown)  # behind an unfinished bar
+        terminal = sys.stderr if sys.stderr.isatty() else None
+        outcome = _run(job, terminal)
+        if outcome.problem and terminal:
+            print(file=terminal)  # behind an unfinished bar
         if outcome.problem:
             raise UserError(f"{job.id}: {outcome.problem}")
         print(f"{i}/{len(todo)} {job.id} {outcome.seconds:.1f} s", flush=True)
 
 
 def weight(job: Job) -> float:
-    """A guess of how long a job takes, for its turn alone: the model's size, times the cost of the steps it applies."""
+    """A rough estimate of a job's run time, used for ordering only: the model's bytes times the cost of its steps."""
     name = job.parsed_options().get("model")
     size = sum(path.stat().st_size for path in models.weight_files(name)) if name else 1
     applied = job.steps if job.kind == "compress" else ()
@@ -265,7 +274,7 @@ def weight(job: Job) -> float:
 
 
 def work_left(jobs: Iterable[Job]) -> dict[str, float]:
-    """By id the weight (`weight`) of each job and of the longest chain of jobs that waits for it."""
+    """Job id to the weight (`weight`) of the job plus that of the longest chain of jobs that waits for it."""
     waiting: dict[str, list[Job]] = {job.id: [] for job in jobs}
     for job in jobs:
         for _, need in job.needs:
@@ -283,16 +292,17 @@ def work_left(jobs: Iterable[Job]) -> dict[str, float]:
 
 
 class Bars(io.TextIOBase):
-    """A log that shows progress bars elsewhere, too: what rewrites its line, as tqdm does."""
+    """A log that passes progress bars on to a terminal: text that begins with a carriage return, as tqdm's does."""
 
-    def __init__(self, log: TextIO, shown: TextIO) -> None:
-        self.log, self.shown = log, shown
+    def __init__(self, log: TextIO, terminal: TextIO) -> None:
+        self.log = log
+        self.terminal = terminal
 
     def write(self, text: str) -> int:
-        """Write to the log, and to the terminal what begins with a carriage return."""
+        """Write text to the log; if it begins with a carriage return, to the terminal too."""
         if text.startswith("\r"):
-            self.shown.write(text)
-            self.shown.flush()
+            self.terminal.write(text)
+            self.terminal.flush()
         return self.log.write(text)
 
     def flush(self) -> None:
@@ -301,14 +311,16 @@ class Bars(io.TextIOBase):
 
 
 class Progress:
-    """How far a run is: a bar on a terminal, elsewhere a line for each job that ended.
+    """Progress of a run: a bar on a terminal, otherwise a line for each job that ended.
 
-    Both say how much time is left at the pace of this run so far.
+    Both show the time that is left at the pace of the run so far.
     """
 
     def __init__(self, total: int) -> None:
         self._bar = tqdm(total=total, unit="job", smoothing=0, leave=False, disable=not sys.stderr.isatty())
-        self._total, self._ended, self._began = total, 0, time.monotonic()
+        self._total = total
+        self._ended = 0
+        self._began = time.monotonic()
 
     def __enter__(self) -> "Progress":
         return self
@@ -317,17 +329,17 @@ class Progress:
         self._bar.close()
 
     def ended(self, job: Job, outcome: Outcome) -> None:
-        """Count a job that ended, and say so."""
+        """Count a job that ended and report it."""
         self._ended += 1
         self._bar.update()
-        said = f"{self._ended}/{self._total} {job.id} {outcome.seconds:.1f} s"
+        line = f"{self._ended}/{self._total} {job.id} {outcome.seconds:.1f} s"
         if outcome.problem:
-            tqdm.write(f"{said} FAILED {outcome.problem}", file=sys.stderr)
+            tqdm.write(f"{line} FAILED {outcome.problem}", file=sys.stderr)
         elif self._bar.disable:
-            print(f"{said}{self._time_left()}", file=sys.stderr, flush=True)
+            print(f"{line}{self._time_left()}", file=sys.stderr, flush=True)
 
     def _time_left(self) -> str:
-        """The time that the other jobs take if they take as long as those that ended; empty behind the last one."""
+        """The time left if the remaining jobs take as long as those that ended; empty after the last one."""
         others = self._total - self._ended
         if not others:
             return ""
@@ -335,12 +347,16 @@ class Progress:
         return f", {tqdm.format_interval(seconds * others)} left"
 
 
-def _run(job: Job, shown: TextIO | None = None) -> Outcome:
-    """Run a job, its output to its log; what it took is kept in its benchmark file.
+def _run(job: Job, terminal: TextIO | None = None) -> Outcome:
+    """Run a job; its output goes to its log, its run time and GPU memory to its benchmark file.
 
-    Progress bars inside a step are shown on `shown`, too.
+    Args:
+        terminal: where progress bars of a step are shown too.
     """
-    began, path, problem, crowded = time.monotonic(), job.folder / "log.txt", "", False
+    began = time.monotonic()
+    path = job.folder / "log.txt"
+    problem = ""
+    crowded = False
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     with writing(path):
@@ -348,16 +364,17 @@ def _run(job: Job, shown: TextIO | None = None) -> Outcome:
         log = open(path, "w", encoding="utf-8")
     with log:
         try:
-            errors = Bars(log, shown) if shown else log
+            errors = Bars(log, terminal) if terminal else log
             with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(log):
                 runner.run(job)
         except UserError as error:
-            problem, crowded = " ".join(str(error).split()), isinstance(error, Crowded)
+            problem = " ".join(str(error).split())
+            crowded = isinstance(error, Crowded)
             print(problem, file=log)
         except Exception as error:
             traceback.print_exc(file=log)
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            problem = f"{shortened(said, 300)}; the traceback is in {path}"
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            problem = f"{shortened(message, 300)}; the traceback is in {path}"
     gpu_bytes = torch.cuda.max_memory_reserved() + CONTEXT if torch.cuda.is_initialized() else 0
     outcome = Outcome(time.monotonic() - began, problem, crowded, gpu_bytes)
     if not problem:
@@ -367,7 +384,7 @@ def _run(job: Job, shown: TextIO | None = None) -> Outcome:
 
 
 def gpu_bytes_of(job: Job) -> int | None:
-    """The most that a job which ran before held of a GPU; None where Snakemake ran it, which does not measure it."""
+    """The peak GPU memory of a job that ran before, in bytes; None if it is unknown because Snakemake ran the job."""
     if not job.benchmark.is_file():
         return None
     lines = csv.DictReader(job.benchmark.read_text(encoding="utf-8").splitlines(), delimiter="\t")
@@ -377,15 +394,15 @@ def gpu_bytes_of(job: Job) -> int | None:
 def _next(
     workers: Sequence[Worker], ready: Sequence[Job], order: Mapping[str, tuple], memory: GpuMemory
 ) -> tuple[Worker, Job] | None:
-    """What is started next, and where: a job that fits on the GPU of an idle worker, None if there is none."""
+    """The next job to start and an idle worker whose GPU it fits on; None if there is none."""
     jobs_on = Counter(worker.gpu for worker in workers if worker.job)
     idle = [worker for worker in workers if worker.job is None]
 
     def preference(job: Job, worker: Worker) -> tuple:
-        known = on_gpu(job) and job.steps in worker.compiled
-        new = on_gpu(job) and not any(job.steps in other.compiled for other in workers)
+        compiled_here = on_gpu(job) and job.steps in worker.compiled
+        compiled_nowhere = on_gpu(job) and not any(job.steps in other.compiled for other in workers)
         turn, need, work = order[job.id]
-        return turn, need, not known, not new, work, bool(worker.compiled), jobs_on[worker.gpu]
+        return turn, need, not compiled_here, not compiled_nowhere, work, bool(worker.compiled), jobs_on[worker.gpu]
 
     pairs = []
     for job in ready:
@@ -395,7 +412,7 @@ def _next(
 
 @contextlib.contextmanager
 def _workers(count: int, gpus: int) -> Iterator[list[Worker]]:
-    """Processes for the block, spread over GPUs; what they do is ended with it."""
+    """Worker processes for the length of the block, spread over GPUs; they are ended with it."""
     context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")  # CUDA survives no fork
     workers: list[Worker] = []
     for number in range(count):
@@ -418,8 +435,8 @@ def _workers(count: int, gpus: int) -> Iterator[list[Worker]]:
 
 
 def _serve(pipe: Connection, inherited: Sequence[Connection], number: int, gpus: int, build: Path) -> None:
-    """A worker: run what comes through the pipe until it is closed."""
-    for other in inherited:  # else it would stay open in here
+    """The main loop of a worker: run the jobs that come through the pipe until it is closed."""
+    for other in inherited:  # otherwise it would stay open in this process
         other.close()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written is removed
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -427,29 +444,29 @@ def _serve(pipe: Connection, inherited: Sequence[Connection], number: int, gpus:
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             pipe.send(_run(pipe.recv()))
-            limits.release()  # what a job held is the others' again
+            limits.release()  # give the job's memory back to the other workers
 
 
 def _end_with_parent() -> None:
-    """End this worker when the process that started it is gone, in the middle of a job, too."""
+    """End this worker as soon as its parent process is gone, even in the middle of a job."""
     multiprocessing.parent_process().join()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _begin(number: int, gpus: int, build: Path) -> None:
-    """Give this worker its folder, and its GPU, one of those that are visible, before anything touches CUDA."""
+    """Set this worker's build folder and its GPU, one of the visible ones, before anything touches CUDA."""
     built.BUILD = build
     if gpus:
-        some = visible_gpus(gpus)
-        os.environ["CUDA_VISIBLE_DEVICES"] = some[number % len(some)]
+        visible = visible_gpus(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[number % len(visible)]
 
 
 @contextlib.contextmanager
 def _mps(gpus: int) -> Iterator[None]:
-    """NVIDIA's MPS daemon around the block where it can be started; otherwise the workers take turns.
+    """Run NVIDIA's MPS daemon during the block if it can be started; otherwise the GPU time-slices the workers.
 
-    The daemon sees every GPU: it would number anew those that it was told of, and a worker would look for its own in
-    vain.
+    The daemon is started without CUDA_VISIBLE_DEVICES. With it, the daemon would renumber the GPUs, and a worker would
+    not find its own.
     """
     control = shutil.which("nvidia-cuda-mps-control") if gpus else None
     every_gpu = dict(os.environ)

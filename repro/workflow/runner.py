@@ -25,9 +25,9 @@ JOBS: dict[str, ModuleType | Metric] = {
     **versions.SHARED,
     **{name: kind for name, kind in KINDS.items() if kind.run},
 }
-PART = "(?![.])[A-Za-z0-9_.=-]{1,150}"  # of a job's label, a folder each
-REFUSED = "refused.json"  # in a job's folder: why it could not be done, with its status
-CONTEXTS = 2 << 30  # bytes of a GPU that are no program's data: what CUDA itself holds, of this process too
+LABEL_PART = "(?![.])[A-Za-z0-9_.=-]{1,150}"  # a folder name in a job's label
+REFUSED = "refused.json"  # file in a job's folder: why the job could not be done, with its status
+CONTEXTS = 2 << 30  # bytes of GPU memory that CUDA itself holds for all programs, this one included
 
 
 def outputs(job: Job) -> list[Path]:
@@ -36,7 +36,7 @@ def outputs(job: Job) -> list[Path]:
 
 
 def done(job: Job) -> bool:
-    """Whether all files of a job are there, whole, and made with today's versions."""
+    """Whether all files of a job exist, are undamaged, and were made with today's versions."""
     try:
         noted = origin(job) if all(path.is_file() for path in outputs(job)) else {}
     except UserError:  # damaged, or of another job
@@ -45,12 +45,13 @@ def done(job: Job) -> bool:
 
 
 def origin(job: Job) -> dict[str, str]:
-    """What is stored with the results of a job or its refusal (`observations.origin`); empty if it is not built.
+    """The origin stored with a job's results or its refusal (`observations.origin`); empty if the job is not built.
 
     Raises:
         UserError: damaged files, or those of another job.
     """
-    refusal, path = job.folder / REFUSED, job.folder / observations.FILE
+    refusal = job.folder / REFUSED
+    path = job.folder / observations.FILE
     if refusal.is_file():
         noted = _refusal(refusal)["origin"]
     elif path.is_file():
@@ -61,30 +62,30 @@ def origin(job: Job) -> dict[str, str]:
     if absent := [name for name in observations.ORIGIN if name not in noted]:
         raise UserError(f"{refusal}: it does not say its {absent[0]}; delete the folder and build it again")
     if (noted["job"], noted["inputs"]) != (job.id, job.inputs):
-        what = "with other declared inputs" if noted["job"] == job.id else f"of the job {noted['job']}"
-        raise UserError(f"{refusal}: these are results {what}; delete the folder and build it again")
+        difference = "with other declared inputs" if noted["job"] == job.id else f"of the job {noted['job']}"
+        raise UserError(f"{refusal}: these are results {difference}; delete the folder and build it again")
     return dict(noted)
 
 
 def times(job: Job) -> bool:
-    """Whether a job times what it runs."""
-    return getattr(JOBS[job.kind], "TIMES", False)  # shared jobs say nothing
+    """Whether a job measures times."""
+    return getattr(JOBS[job.kind], "TIMES", False)  # shared jobs do not have it
 
 
 def alone(job: Job) -> bool:
-    """Whether a job has to have its GPU to itself, since it times what it runs there."""
+    """Whether a job needs its GPU to itself because it measures times there."""
     return job.parsed_options().get("device") == "cuda" and times(job)
 
 
 def run(job: Job) -> None:
-    """Execute a job whose needs are built; its files appear whole or not at all.
+    """Execute a job whose needs are built; its files are written atomically.
 
-    What cannot be done (a budget that pays for no rank, memory that does not suffice, a training that diverged) is a
-    result too: it is noted with its status, and whatever needs the job is refused with the same reason.
+    That a job cannot be done (a budget that pays for no rank, too little memory, a training that diverged) is a result
+    too: it is stored with its status, and every job that needs it is refused for the same reason.
 
     Raises:
         UserError: bad input.
-        Crowded: too little memory of a GPU that other programs use, too, which is no result.
+        Crowded: the GPU has too little memory because other programs use it; nothing is stored.
     """
     folders = {role: need.folder for role, need in job.needs}
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -104,15 +105,15 @@ def run(job: Job) -> None:
     except Exception as error:
         if "OutOfMemory" not in type(error).__name__:
             raise
-        if others := _of_others():
-            said = f"the GPU's memory did not suffice beside {others / 2**30:.1f} GiB of other programs"
-            raise Crowded(f"{said}; run it again with fewer side by side") from None
+        if bytes_of_others := _of_others():
+            message = f"the GPU's memory did not suffice beside {bytes_of_others / 2**30:.1f} GiB of other programs"
+            raise Crowded(f"{message}; run it again with fewer side by side") from None
         _refuse(job, NotMeasurable("oom", str(error).partition("\n")[0]), noted)
     write_text(job.folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
 
 
 def _environment(job: Job, environment: str) -> str:
-    """The JSON of an environment, with the dtype that the trained steps of the job's recipe compute in here."""
+    """The JSON of an environment, extended by the dtype in which the job's training steps compute on this device."""
     options = job.parsed_options()
     steps = recipe.parse(options["recipe"]).steps if "recipe" in options else ()
     computed = recipe.computed_in(steps, options.get("device", "cpu"))
@@ -120,7 +121,7 @@ def _environment(job: Job, environment: str) -> str:
 
 
 def _of_others() -> int:
-    """Bytes of this process's GPU that other programs hold; 0 where they hold no more than their contexts do."""
+    """Bytes of this process's GPU that other programs hold; 0 if it is no more than CUDA contexts take."""
     if not torch.cuda.is_initialized():
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -129,10 +130,13 @@ def _of_others() -> int:
 
 
 def run_logged(text: str, log: str) -> None:
-    """Execute a job, given as JSON, as a rule of the workflow asks; what it prints goes to the file `log`.
+    """Execute a job for a Snakemake rule; its output goes to the file `log`.
+
+    Args:
+        text: the job as JSON.
 
     Raises:
-        SystemExit: a sentence of what failed.
+        SystemExit: it failed; the message is one sentence.
     """
     job = from_json(json.loads(text))
     with logged(log, job.id):
@@ -140,10 +144,10 @@ def run_logged(text: str, log: str) -> None:
 
 
 def check(folder: Path) -> None:
-    """Raise if the job failed, with its status and reason.
+    """Raise if the job of a folder could not be done.
 
     Raises:
-        NotMeasurable: it was.
+        NotMeasurable: with its status and reason.
     """
     path = folder / REFUSED
     if path.is_file():
@@ -176,7 +180,7 @@ def from_file(path: Path) -> list[Job]:
     how = "write one with python -m repro run TARGET --save FILE.json"
     try:
         facts = json.loads(regular(path).read_text(encoding="utf-8"))
-        jobs = [from_json(one) for one in (facts if isinstance(facts, list) else [facts])]
+        jobs = [from_json(job_facts) for job_facts in (facts if isinstance(facts, list) else [facts])]
         for job in distinct(jobs):
             _check(job)
         return jobs
@@ -198,13 +202,17 @@ def is_file_of_jobs(path: Path) -> bool:
 
 
 def check_here(jobs: Sequence[Job]) -> None:
-    """Raise unless the models and texts that jobs from a file declare are those that this machine has by these names.
+    """Check that the models and texts that jobs from a file declare are the ones that this machine has by these names.
+
+    Jobs that are done are skipped.
 
     Raises:
-        UserError: another model or text, or one that is not there. Jobs that are done are not looked at.
+        UserError: a model or text is another one here, or missing.
     """
     for job in jobs:
-        options, inputs, where = job.parsed_options(), job.parsed_inputs(), "than where the jobs were written"
+        options = job.parsed_options()
+        inputs = job.parsed_inputs()
+        where = "than where the jobs were written"
         if done(job):
             continue
         if "model" in inputs and models.fingerprint(name := options.get("model", "")) != inputs["model"]:
@@ -218,13 +226,13 @@ def check_here(jobs: Sequence[Job]) -> None:
 
 
 def _check(job: Job) -> None:
-    """Raise unless a job that comes from a file is one that can run here, in a folder of its own under build/."""
+    """Raise unless a job from a file has a known kind and steps, and a label that is a folder under build/."""
     if job.kind not in JOBS:
         raise unknown("kind of job", job.kind, JOBS)
     for step in job.steps:
         if step not in STEPS:
             raise unknown("step", step, STEPS)
-    if not re.fullmatch(f"{PART}(/{PART})?", job.label):
+    if not re.fullmatch(f"{LABEL_PART}(/{LABEL_PART})?", job.label):
         raise UserError(f"label {shortened(job.label)!r}: it is one or two names of letters, digits and . _ = -")
     if not isinstance(job.parsed_inputs(), dict) or not isinstance(job.parsed_options().get("model", ""), str):
         raise TypeError

@@ -30,92 +30,92 @@ FOLDER = Path("build/versions")
 Versions = Mapping[str, int]  # name of a step, metric or shared job to its version
 
 
-def written(name: str) -> Any:
-    """What has the version: the module of a step, metric or shared job."""
+def owner(name: str) -> Any:
+    """The module or class that holds the `VERSION` of a step, metric or shared job."""
     return SHARED.get(name) or KINDS.get(name) or STEPS[name]
 
 
 def of(name: str) -> int:
-    """The version of a step, metric or shared job today."""
-    return written(name).VERSION
+    """Today's version of a step, metric or shared job."""
+    return owner(name).VERSION
 
 
 def own(job: Job) -> dict[str, int]:
-    """The versions of a job's kind and of its recipe's steps, without those of what it needs."""
+    """The versions of a job's kind and of its recipe's steps, without those of the jobs that it needs."""
     return {name: of(name) for name in (job.kind, *job.steps)}
 
 
 def of_job(job: Job) -> dict[str, int]:
-    """The versions that decide a job's result, those of all that it needs included."""
-    known: dict[str, int] = {}
-    for each in job.every():
-        known |= own(each)
-    return known
+    """The versions that decide a job's result, including those of all jobs that it needs."""
+    version_of: dict[str, int] = {}
+    for needed in job.every():
+        version_of |= own(needed)
+    return version_of
 
 
 def of_cell(flow: Workflow, cell: Cell) -> dict[str, int]:
-    """The versions that decide a cell today: of its metric, of its operands' metrics, and of all its jobs."""
-    known = of_metrics(flow, cell)
+    """Today's versions that decide a cell: of its metric, of its operands' metrics, and of all its jobs."""
+    version_of = of_metrics(flow, cell)
     for seed in flow.jobs(cell):
         for job in seed.values():
-            known |= of_job(job)
-    return known
+            version_of |= of_job(job)
+    return version_of
 
 
 def of_metrics(flow: Workflow, cell: Cell) -> dict[str, int]:
-    """The versions of a cell's metric and of its operands' metrics, which read and combine what jobs measured."""
+    """Today's versions of a cell's metric and of its operands' metrics, which combine what jobs measured."""
     names = [cell.measure, *(operand.measure for operand in flow.operands(cell).values())]
     return {name: of(name) for name in names}
 
 
 def text(versions: Versions) -> str:
-    """Versions as they stand in a row: `compress=1 gptq=1 perplexity=1 tokens=1`."""
+    """Versions as a row stores them: `compress=1 gptq=1 perplexity=1 tokens=1`."""
     return " ".join(f"{name}={version}" for name, version in sorted(versions.items()))
 
 
 def read(text: str) -> dict[str, int]:
-    """The versions of a text.
+    """Parse the text of `text`.
 
     Raises:
-        UserError: the text is not one that `text` writes.
+        UserError: the text is malformed.
     """
-    known: dict[str, int] = {}
+    version_of: dict[str, int] = {}
     for word in text.split():
         name, _, version = word.partition("=")
-        if not name or not version.isdecimal() or name in known:
+        if not name or not version.isdecimal() or name in version_of:
             raise UserError(f"versions is {text!r:.80}, not names with their versions, such as gptq=1 perplexity=1")
-        known[name] = int(version)
-    return known
+        version_of[name] = int(version)
+    return version_of
 
 
 def merged(texts: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """The versions of several jobs' results together.
+    """The merged versions of several jobs' results.
 
     Args:
-        texts: the id of a job, and the versions that made its result.
+        texts: pairs of a job's id and the versions that made its result, as `text` writes them.
 
     Raises:
-        UserError: two of them were made under different versions of the same thing.
+        UserError: two results were made under different versions of one name.
     """
     first: dict[str, tuple[str, int]] = {}
     for job, versions in texts:
         for name, version in read(versions).items():
-            other, known = first.setdefault(name, (job, version))
-            if known != version:
+            first_job, first_version = first.setdefault(name, (job, version))
+            if first_version != version:
                 raise UserError(
-                    f"{other} and {job} were built with different versions of {name} ({known} and {version}); "
-                    "delete their folders and build them again"
+                    f"{first_job} and {job} were built with different versions of {name} "
+                    f"({first_version} and {version}); delete their folders and build them again"
                 )
     return {name: version for name, (_, version) in first.items()}
 
 
 def changed(old: Versions, new: Versions) -> str:
-    """What differs between the versions of a result and today's: `gptq was 1, is 2`; empty if nothing does."""
-    said = []
+    """The difference between a result's versions and today's: `gptq was 1, is 2`; empty if there is none."""
+    differences = []
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
-            said.append(f"{name} was {old.get(name, 'absent')}, is {new.get(name, 'absent')}")
-    return ", ".join(said)
+            differences.append(f"{name} was {old.get(name, 'absent')}, is {new.get(name, 'absent')}")
+    return ", ".join(differences)
 
 
 def file(job: Job, again: bool = False) -> Path:

@@ -3,7 +3,7 @@
 Paths of what is built are relative to the working directory, sources are those of this checkout.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
@@ -29,10 +29,13 @@ from repro.workflow import draws
 class Workflow:
     """One scale's cells and jobs.
 
-    With `stored` nothing is run: cells come from accepted results, as they do where the scale's device is not there.
-    With `stored=False` every cell is measured here, on all of its windows, items and seeds. Without either, as in a
-    build, accepted results come first, and `brief` is how this machine measures a cell itself. With `remember` no file
-    that it reads changes while it lives, as when a table is drawn: what was asked once is not computed again.
+    Args:
+        at: the scale.
+        stored: True takes cells from accepted results alone and runs nothing, as is also done where the scale's device
+            is missing. False measures every cell here, on all of its windows, items and seeds. None, as in a build,
+            prefers accepted results, and measures what this machine can with `brief`.
+        remember: cache what was computed; only where no file that is read changes during the workflow's life, as when
+            a table is drawn.
     """
 
     def __init__(self, at: scale.Scale, stored: bool | None = None, remember: bool = False) -> None:
@@ -47,16 +50,16 @@ class Workflow:
 
     @classmethod
     def of_results(cls, at: scale.Scale) -> "Workflow":
-        """Accepted results alone, which do not change while it lives: what was asked once is not computed again."""
+        """A workflow of accepted results alone; it caches, since these do not change during its life."""
         return cls(at, stored=True, remember=True)
 
     @property
     def is_of_results(self) -> bool:
-        """Whether it is one of accepted results alone (`of_results`)."""
+        """Whether it was made by `of_results`."""
         return self._remembered is not None and self.stored_only and not self.stored_first
 
     def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
-        """What `make` gives, computed once for a key where this workflow may remember it."""
+        """The result of `make`; cached under the key if this workflow may remember it."""
         if self._remembered is None:
             return make()
         if key not in self._remembered:
@@ -65,39 +68,40 @@ class Workflow:
 
     @cached_property
     def brief(self) -> "Workflow":
-        """The same cells on their first windows and items, with one seed: what a build measures itself."""
+        """The same cells on their first windows and items, with one seed: what a build measures."""
         return Workflow(self.scale.brief(), stored=False, remember=self._remembered is not None)
 
     @cached_property
     def _here(self) -> scale.Scale:
-        """The scale on the device class that its jobs run on here."""
+        """The scale on the device on which its jobs run here."""
         return self.scale.here()
 
     # --- cells --------------------------------------------------------------------------------------------------------
 
     def cells(self, paper: str, number: str, kind: str = "table") -> list[Cell]:
-        """Every cell of a table or figure, with its stand-in."""
+        """Every cell of a table or figure, with its stand-in and at most as many seeds as the scale has."""
         key = (paper, number, kind)
         if key not in self._cells:
             specified = (tables if kind == "table" else figures).cells(paper, number)
-            self._cells[key] = [
-                replace(cell, stand_in=self.stand_in(cell), seeds=cell.seeds[: self.scale.seeds]) for cell in specified
-            ]
+            cells = []
+            for cell in specified:
+                cells.append(replace(cell, stand_in=self.stand_in(cell), seeds=cell.seeds[: self.scale.seeds]))
+            self._cells[key] = cells
         return list(self._cells[key])
 
     def stand_in(self, cell: Cell) -> str:
-        """What a cell is measured on: its model's stand-in, empty without one, or shapes with random weights."""
+        """What a cell is measured on: shapes with random weights, or its model's stand-in; empty if it has none."""
         shapes = [f"{SHAPE}{shape}" for shape in self.timed_shapes(cell)]
         return " and ".join(shapes) or self.scale.stand_in(cell.model) or ""
 
     def grade(self, cell: Cell) -> str:
-        """What evidence of a cell that is measured at this scale is worth: B where it is of shapes alone."""
+        """The evidence grade of a cell at this scale: B if only shapes decide it, else the scale's."""
         return "B" if self.timed_shapes(cell) else self.scale.grade
 
     def timed_shapes(self, cell: Cell) -> list[str]:
-        """The public shapes that alone decide a cell; of arithmetic, those of all that its quantity names.
+        """The public shapes that decide a cell; of a derived cell, those of the operands that its quantity names.
 
-        Empty where a model decides it, too, or where an operand needs a stand-in that is not there, named or not.
+        Empty if a model decides the cell too, or if an operand, named in the quantity or not, lacks its stand-in.
         """
         metric = metric_of(cell)
         shapes = {name: metric_of(operand).timed_shape for name, operand in self.operands(cell).items()}
@@ -112,8 +116,8 @@ class Workflow:
         key = (cell.paper, cell.number, cell.kind)
         if key not in self._peers:
             by_column: dict[tuple[str, ...], list[Cell]] = {}
-            for one in self.cells(*key):
-                by_column.setdefault(one.cell_key[1:], []).append(one)
+            for peer in self.cells(*key):
+                by_column.setdefault(peer.cell_key[1:], []).append(peer)
             self._peers[key] = by_column
         return self._peers[key].get(cell.cell_key[1:], [])
 
@@ -122,7 +126,7 @@ class Workflow:
         return not self.stored_only and self.is_measured(cell) and not self.lacking(cell)
 
     def lacking(self, cell: Cell) -> str:
-        """What this machine lacks to measure a cell or an operand of a derived one; empty if nothing."""
+        """What this machine lacks to measure a cell or one of its operands; empty if nothing."""
         for operand in self.operands(cell).values():
             if why := self.lacking(operand):
                 return why
@@ -142,7 +146,7 @@ class Workflow:
         return replace(cell, recipe="fp16", row="", printed="", seeds=(0,))
 
     def waits_for_baseline(self, cell: Cell) -> bool:
-        """Whether a cell is not run before full precision of the same measure is built here, above chance."""
+        """Whether a cell must wait until full precision of the same measure is built here and is above chance."""
         measured, full = metric_of(cell), self.full_precision(cell)
         if not measured.FULL_FIRST or cell.recipe == full.recipe or not self.is_measured(cell):
             return False
@@ -153,7 +157,7 @@ class Workflow:
         return quantity is None or measured.status(quantity.seeds[0]) == "at_chance"
 
     def operands(self, cell: Cell) -> dict[str, Cell]:
-        """The cells that a derived one is arithmetic over, by name, of metric `METRIC: NAME`; empty for all others."""
+        """The operands of a derived cell by name, each a cell of metric `METRIC: NAME`; empty for other cells."""
         by_name = {}
         for name, (text, measure) in metric_of(cell).operands().items():
             kind, params = tables.params_of(measure, dict(cell.variables), f"{cell.table}: {name}")
@@ -163,11 +167,15 @@ class Workflow:
             elif text:
                 text = recipe.parse(text).name
             operand = replace(cell, measure=kind, params=params, recipe=text, **facts)
-            by_name[name] = replace(operand, stand_in=self._of_operand(operand))
+            by_name[name] = replace(operand, stand_in=self._stand_in_of_operand(operand))
         return by_name
 
-    def _of_operand(self, operand: Cell) -> str:
-        """What an operand is measured on, which still has its whole cell's stand-in: its own shape, or the model's."""
+    def _stand_in_of_operand(self, operand: Cell) -> str:
+        """What an operand is measured on: its own shape, or its model's stand-in.
+
+        Args:
+            operand: the operand, still with the stand-in of the derived cell.
+        """
         if shape := metric_of(operand).timed_shape:
             return f"{SHAPE}{shape}"
         if operand.stand_in.startswith(SHAPE):
@@ -175,31 +183,31 @@ class Workflow:
         return operand.stand_in
 
     def is_external(self, cell: Cell) -> bool:
-        """Whether a cell comes from results of its kind's own, such as kernel times: no job and no model behind it."""
+        """Whether a cell is read from files of its metric's own, such as kernel times, without a job or a model."""
         operands = list(self.operands(cell).values()) or [cell]
-        return all(isinstance(metric_of(one), External) for one in operands)
+        return all(isinstance(metric_of(operand), External) for operand in operands)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     def targets(self, cell: Cell) -> list[Target]:
-        """What a cell is measured on, one a seed; a single one where nothing is drawn."""
-        at, parsed = self._here, recipe.parse(cell.recipe)
-        seeds = cell.seeds[: at.seeds] if self.is_drawn(cell) else (0,)
+        """The targets of a cell, one per seed; a single one if no seed matters."""
+        parsed = recipe.parse(cell.recipe)
+        seeds = cell.seeds[: self._here.seeds] if self.is_drawn(cell) else (0,)
         return [self._target(cell.calibration, cell.stand_in, parsed.name, seed) for seed in seeds]
 
     def is_drawn(self, cell: Cell) -> bool:
-        """Whether the seeds of a cell decide its value: its recipe or its metric draws something."""
+        """Whether a cell's value depends on its seed: its recipe or its metric draws random numbers."""
         return recipe.parse(cell.recipe).seeded or metric_of(cell).SEEDED
 
-    def _target(self, calibration: str, *on: Any) -> Target:
-        """A target made once, so that what is known of it is known for every cell; `on` is all but its scale."""
-        key = (calibration, *on)
+    def _target(self, calibration: str, model: str, text: str, seed: int) -> Target:
+        """The target, made once: what it caches then serves every cell."""
+        key = (calibration, model, text, seed)
         if key not in self._targets:
-            self._targets[key] = Target(self._here.calibrated_on(calibration, on[-1]), *on)
+            self._targets[key] = Target(self._here.calibrated_on(calibration, seed), model, text, seed)
         return self._targets[key]
 
     def jobs(self, cell: Cell) -> list[dict[str, Job]]:
-        """Role to job, one mapping a seed; empty where this scale does not measure the cell.
+        """Role to job, one mapping per seed; empty if this scale does not measure the cell.
 
         Raises:
             UserError: the spec names a corpus, model or recipe that is unknown.
@@ -218,49 +226,61 @@ class Workflow:
                 return []
             seeds: list[dict[str, Job]] = [{} for _ in range(max(map(len, jobs.values())))]
             for i, roles in enumerate(seeds):
-                for name, each in jobs.items():
-                    roles |= {f"{name}:{role}": job for role, job in each[min(i, len(each) - 1)].items()}
+                for name, by_seed in jobs.items():
+                    of_seed = by_seed[min(i, len(by_seed) - 1)]  # an operand without seeds has one for all
+                    roles |= {f"{name}:{role}": job for role, job in of_seed.items()}
             return seeds
         jobs = [metric_of(cell).jobs(target) for target in self.targets(cell)]
         return [] if None in jobs else jobs
 
     def inputs(self, cell: Cell) -> dict[str, Any]:
-        """What decides a cell's value, declared: the measure, and the inputs of its jobs by seed.
+        """The declared inputs that decide a cell's value: metric, recipe, and the inputs of its jobs by seed.
 
-        The device is none of it: the scale says which ones it may be, and a result names its own.
+        The device is not among them: the scale says which devices are allowed, and a result names its own.
         """
         later = metric_of(cell).LATER
         params = {}
         for key, value in asdict(cell.params).items():
             if key != "unit" and not (key in later and value == later[key]):
                 params[key] = value
-        jobs = [{role: _without_device(job.parsed_inputs()) for role, job in each.items()} for each in self.jobs(cell)]
-        config = [recipe.with_seed(recipe.parse(t.text), t.seed).config for t in self.targets(cell)]
-        return {"measure": cell.measure, "params": params, "recipe": config, "jobs": jobs}
+        jobs = []
+        for jobs_of_seed in self.jobs(cell):
+            jobs.append({role: _without_device(job.parsed_inputs()) for role, job in jobs_of_seed.items()})
+        configs = [target.recipe.config for target in self.targets(cell)]
+        return {"measure": cell.measure, "params": params, "recipe": configs, "jobs": jobs}
 
     def inputs_hash(self, cell: Cell) -> str:
-        """The hash of what decides a cell's value, by which accepted rows are found."""
+        """The hash of a cell's declared inputs, by which accepted rows are found."""
         return self.once(("inputs", *cell.identity), lambda: inputs_hash(self.inputs(cell)))
 
     def every_job(self, cells: Iterable[Cell]) -> list[Job]:
         """All jobs that measure cells here, in an order in which they can run.
 
-        Each brings full precision of the same measure, which ratios compare with.
+        Jobs of full precision under the same measure are among them: ratios compare with it.
         """
-        wanted: list[Job] = []
+        jobs: list[Job] = []
         for cell in cells:
-            if self.is_measured_here(cell):
-                full = self.full_precision(cell)
-                both = [cell] if self.operands(cell) else [full] if self.waits_for_baseline(cell) else [cell, full]
-                for one in both:
-                    for each in self.jobs(one):
-                        wanted += each.values()
-        return distinct(wanted)
+            if not self.is_measured_here(cell):
+                continue
+            for measured in self._measured_with(cell):
+                for jobs_of_seed in self.jobs(measured):
+                    jobs += jobs_of_seed.values()
+        return distinct(jobs)
+
+    def _measured_with(self, cell: Cell) -> list[Cell]:
+        """A cell and full precision of the same measure; of a derived cell itself alone.
+
+        A cell that waits for full precision (`waits_for_baseline`) is left out.
+        """
+        if self.operands(cell):
+            return [cell]
+        full = self.full_precision(cell)
+        return [full] if self.waits_for_baseline(cell) else [cell, full]
 
     # --- quantities ---------------------------------------------------------------------------------------------------
 
     def quantity(self, cell: Cell) -> Quantity | None:
-        """The quantity of a cell from built files; None where a file is missing.
+        """The quantity of a cell from the files of its jobs; None if one is missing.
 
         Raises:
             NotMeasurable: a job could not be done, with its status.
@@ -271,7 +291,8 @@ class Workflow:
         if operands := self.operands(cell):
             quantities = {name: self.quantity(operand) for name, operand in operands.items()}
             return None if None in quantities.values() else compose(cell.params.quantity, quantities)  # type: ignore[arg-type]
-        metric, seeds = metric_of(cell), []
+        metric = metric_of(cell)
+        seeds = []
         if isinstance(metric, External):
             return metric.read()
         for target, jobs in zip(self.targets(cell), self.jobs(cell)):
@@ -286,14 +307,13 @@ class Workflow:
         return self.of_series(cell, seeds) if seeds else None
 
     def of_series(self, cell: Cell, seeds: list[dict[str, observations.Series]]) -> Quantity:
-        """The quantity of a cell whose series are at hand, such as accepted ones."""
+        """The quantity of a cell from series that are already read, such as accepted ones."""
         if operands := self.operands(cell):
-            inner = {}
+            quantities = {}
             for name, operand in operands.items():
-                mine = [{k.removeprefix(f"{name}:"): one for k, one in seed.items() if k.startswith(f"{name}:")}
-                        for seed in seeds]  # fmt: skip
-                inner[name] = self.of_series(operand, mine)
-            return compose(cell.params.quantity, inner)
+                series_of_operand = [_without_prefix(seed, f"{name}:") for seed in seeds]
+                quantities[name] = self.of_series(operand, series_of_operand)
+            return compose(cell.params.quantity, quantities)
         metric = metric_of(cell)
         once = draws.of(self, cell, seeds)
         return Quantity(seeds, metric.value, metric.reference, limits=metric.limits, draws=once)
@@ -318,24 +338,32 @@ class Workflow:
         return cells
 
     def _headline_cells(self) -> list[Cell]:
-        """The cells of the headline's claims on the table beneath it and on tables of which nothing is stored yet; the
-        others are judged on what is stored, and need no job.
+        """The cells of those headline claims that need jobs: on the table beneath it, or not stored yet.
+
+        All other claims are judged on stored results.
         """
         cells = []
         open_claims = tables.headline().claims
         for claim in tables.headline_claims():
-            beneath = claim.table == f"{papers.LEADING}/1"
-            if not claim.judged_on_printed and (beneath or claim in open_claims):
+            on_table_beneath = claim.table == f"{papers.LEADING}/1"
+            needs_jobs = on_table_beneath or claim in open_claims
+            if needs_jobs and not claim.judged_on_printed:
                 cells += self.claim_cells(claim)
         return cells
 
     def beside_headline(self) -> list[str]:
-        """The papers whose Table 1 is made with the headline table: the one that is printed beneath it, and those whose
-        table takes no job."""  # fmt: skip
-        return [p for p in papers.PAPERS if p == papers.LEADING or not any(map(self.jobs, self.cells(p, "1")))]
+        """The papers whose Table 1 is built along with the headline table.
+
+        They are the paper that is printed beneath it, and those whose table needs no job.
+        """
+        built = []
+        for paper in papers.PAPERS:
+            if paper == papers.LEADING or not any(map(self.jobs, self.cells(paper, "1"))):
+                built.append(paper)
+        return built
 
     def claim_cells(self, claim: tables.ClaimSpec) -> list[Cell]:
-        """The cells that a claim names, in any of its readings."""
+        """The cells that a claim or its cross-checks name."""
         cells = []
         for name in (claim.table, *claim.more):
             cells += self.cells(*tables.split(name))
@@ -352,7 +380,12 @@ class Workflow:
         return named
 
 
+def _without_prefix(series: Mapping[str, observations.Series], prefix: str) -> dict[str, observations.Series]:
+    """The series whose name begins with a prefix, named without it."""
+    return {name.removeprefix(prefix): values for name, values in series.items() if name.startswith(prefix)}
+
+
 def _without_device(declared: dict[str, Any]) -> dict[str, Any]:
-    """A job's declared inputs, and those of what it is compared with, whatever they ran on."""
-    kept = {key: value for key, value in declared.items() if key not in ("device", "threads")}
-    return {key: _without_device(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    """A job's declared inputs without device and threads, also inside those of a job that it is compared with."""
+    independent = {key: value for key, value in declared.items() if key not in ("device", "threads")}
+    return {key: _without_device(value) if isinstance(value, dict) else value for key, value in independent.items()}

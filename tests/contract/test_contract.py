@@ -68,7 +68,7 @@ def test_a_changed_result_has_a_new_version(name, at):
     known, version = KNOWN[name], versions.of(name)
     assert known["version"] == version, f"VERSION of {name} is {version}, its answer is of {known['version']}; {again}"
     result = difference(name, answers.answer(name, at), known["numbers"])
-    file = inspect.getfile(versions.written(name))
+    file = inspect.getfile(versions.owner(name))
     assert not result, (
         f"{name}: {result}, and its VERSION is still {version}. If that is meant, set VERSION = {version + 1} in "
         f"{file}, which makes stored results of it stale, and {again}; else mend the change"

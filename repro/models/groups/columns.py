@@ -96,7 +96,8 @@ def paired(twice: Tensor, group: int) -> Columns:
     single = (~twice).nonzero().flatten().tolist()
     single += [channels] * (len(single) % 2)
     pairs = [(i, i) for i in twice.nonzero().flatten().tolist()] + list(zip(single[::2], single[1::2], strict=True))
-    units, each = iter(sorted(pairs)), group // 2
+    units = iter(sorted(pairs))
+    each = group // 2
     groups = -(-len(pairs) // each)
     empty = groups * each - len(pairs)
     index = []

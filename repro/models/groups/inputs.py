@@ -23,7 +23,10 @@ class QuantizedInputs(nn.Linear):
 
     def __init__(self, linear: nn.Linear, grid: GroupGrid, columns: Columns | None = None) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight, self.bias, self.linear, self.grid = linear.weight, linear.bias, linear, grid
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.linear = linear
+        self.grid = grid
         self.columns = columns
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from repro.core.errors import UserError
 Levels = Literal["asymmetric", "seq"]
 Scale = Literal["e4m3", "float16", "float32"]
 Offset = Literal["centred", "zero"]
-LARGEST, LEAST = 448.0, 2.0**-9  # of E4M3
+LARGEST = 448.0  # of E4M3
+LEAST = 2.0**-9  # of E4M3
 SEQ_CLIP = 0.99  # of w/a; ParetoQ's code
 FARTHEST = 2.0**14  # |w| in steps: a zero point stays within 16 bits
 
