@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 class NotMeasurable(UserError):
-    """What cannot be done with valid input: a result with a status (`unsupported`, `diverged`, `oom`, `too_long`)."""
+    """Valid input that cannot be measured: a result with a status (`unsupported`, `diverged`, `oom`, `too_long`)."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -23,27 +23,27 @@ class NotMeasurable(UserError):
 
 
 class Crowded(UserError):
-    """Too little memory that other programs use, too: no result, and to be run again with more room."""
+    """Too little GPU memory because other programs use it: no result; the job is to be run again with fewer of them."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
-    """The error for a name that is not in a dict: says what was close, and what there is."""
+    """The error for an unknown name: suggests the closest known one and lists the others."""
     known = sorted(set(map(str, known)))
-    given = shortened(name)
-    close = difflib.get_close_matches(given, known, n=1)
+    wrong = shortened(name)
+    close = difflib.get_close_matches(wrong, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     listed = ", ".join(known)
     if len(listed) > LISTED:
         listed = f"{listed[:LISTED].rpartition(', ')[0] or listed[:LISTED]}, …"
-    return UserError(f"unknown {kind} {given!r}; {hint}choose from: {listed or 'none yet'}")
+    return UserError(f"unknown {kind} {wrong!r}; {hint}choose from: {listed or 'none yet'}")
 
 
 def at_least(config: object, **least: float) -> None:
-    """Check that fields of a configuration are as large as they have to be; one that is None is left open.
+    """Check the least values of fields of a configuration; a field that is None is not checked.
 
     Args:
-        config: whose fields are checked.
-        least: the least value of each field by its name.
+        config: the configuration.
+        least: field to its least value.
 
     Raises:
         UserError: a smaller value.
@@ -55,34 +55,35 @@ def at_least(config: object, **least: float) -> None:
 
 
 def shortened(text: object, most: int = 60) -> str:
-    """A value as it stands in a message: the start of a long one."""
+    """A value as a message shows it: at most `most` characters, cut with an ellipsis."""
     text = str(text)
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def sentence(error: UserError) -> str:
-    """The one line on stderr with which bad input ends."""
+    """The one line that is printed to stderr for bad input."""
     return f"error: {shortened(' '.join(str(error).split()), LONGEST)}"
 
 
 @contextlib.contextmanager
 def logged(path: Path | str, what: str) -> Iterator[None]:
-    """What the block prints goes to the file `path`; what goes wrong in it ends the process with a sentence on stderr.
+    """Write what the block prints to the file `path`; an error in it ends the process with one sentence on stderr.
 
     Args:
-        what: what failed, where the error is none of the input; its traceback is in the file.
+        path: the log; for an error that is not a `UserError` it has the traceback.
+        what: name of what failed, for the message of such an error.
     """
     with open(path, "w", encoding="utf-8") as log:
         try:
             with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
                 yield
         except UserError as error:
-            said = sentence(error)
+            message = sentence(error)
         except Exception as error:
             traceback.print_exc(file=log)
             why = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
-            said = f"error: {what}: {why}; the traceback is in {path}"
+            message = f"error: {what}: {why}; the traceback is in {path}"
         else:
             return
-        print(said, file=log)
-    sys.exit(said)
+        print(message, file=log)
+    sys.exit(message)

@@ -52,7 +52,7 @@ def atomic(path: Path | str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Where the block cannot write `path`, say so in one sentence.
+    """Turn an error of the block that means that `path` cannot be written into one sentence.
 
     Raises:
         UserError: the folder cannot be written, something else is in its place, or the disk is full.
@@ -62,25 +62,27 @@ def writing(path: Path | str) -> Iterator[None]:
         yield
     except Exception as error:
         match = re.search(r"\(os error (\d+)\)", str(error))  # safetensors gives the system's number in words alone
-        number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
+        number = int(match[1]) if match else None
+        if isinstance(error, OSError):
+            number = error.errno
         if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-            said = f"{path}: cannot be written ({os.strerror(number)}); make {path.parent} writable"
+            problem = f"{path}: cannot be written ({os.strerror(number)}); make {path.parent} writable"
         elif number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY):
-            said = f"{path}: cannot be written, a file or folder is in its place; move it away"
+            problem = f"{path}: cannot be written, a file or folder is in its place; move it away"
         elif number in (errno.ENOSPC, errno.EDQUOT):
-            said = f"{path}: the disk is full; free some space in {path.parent} and run again"
+            problem = f"{path}: the disk is full; free some space in {path.parent} and run again"
         elif number == errno.ENAMETOOLONG:
-            said = f"{shortened(path)}: cannot be written, the name is too long; choose a shorter one"
+            problem = f"{shortened(path)}: cannot be written, the name is too long; choose a shorter one"
         else:
             raise
-        raise UserError(said) from None
+        raise UserError(problem) from None
 
 
 @contextlib.contextmanager
 def making(path: Path | str) -> Iterator[None]:
-    """Where the block cannot create `path` or its folder, for whatever reason, say so in one sentence.
+    """Turn every system error of the block, which creates `path` or its folder, into one sentence.
 
-    Only for a block that does nothing else: unlike `writing` it takes every error of the system for one of `path`.
+    Use it only for a block that does nothing else: unlike `writing`, it takes every system error for one of `path`.
 
     Raises:
         UserError: it cannot be created, such as below /proc.
@@ -94,9 +96,9 @@ def making(path: Path | str) -> Iterator[None]:
 
 
 def regular(path: Path | str, named: str = "") -> Path:
-    """The path of a file that is to be read, unless reading it could wait forever, as that of a named pipe.
+    """The path of a file to be read; refuses named pipes, sockets and devices, which could block forever.
 
-    A path that is not there or is a folder passes: whoever opens it says so.
+    A missing path or a folder passes: opening it raises.
 
     Args:
         path: the file.
@@ -110,18 +112,22 @@ def regular(path: Path | str, named: str = "") -> Path:
     except (OSError, ValueError):
         return Path(path)
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        kind = "a device"
+        if stat.S_ISFIFO(mode):
+            kind = "a named pipe"
+        elif stat.S_ISSOCK(mode):
+            kind = "a socket"
         raise UserError(f"{shortened(named or path, 200)}: {kind}, not a regular file; name a file on a disk")
     return Path(path)
 
 
 def check_replaceable(path: Path, named: str, is_ours: Callable[[Path], bool]) -> None:
-    """Raise where a command would replace a file that it did not write itself.
+    """Raise if a command would replace a file that it did not write itself.
 
     Args:
         path: the file that the command is to write.
         named: the option that names it, such as `--out`.
-        is_ours: whether a regular file is one that this command writes, by its contents.
+        is_ours: tells by its contents whether a regular file was written by this command.
 
     Raises:
         UserError: something else is there.
@@ -131,8 +137,8 @@ def check_replaceable(path: Path, named: str, is_ours: Callable[[Path], bool]) -
     if path.is_dir() and not path.is_symlink():  # what writes the file says that a folder is in its place
         return
     if path.is_symlink() or not path.is_file() or not is_ours(path):
-        said = f"{named} {shortened(path, 200)}: exists, and this command did not write it"
-        raise UserError(f"{said}; choose another name")
+        problem = f"{named} {shortened(path, 200)}: exists, and this command did not write it"
+        raise UserError(f"{problem}; choose another name")
 
 
 def csv_text(lines: Iterable[Iterable[object]]) -> str:
@@ -143,7 +149,7 @@ def csv_text(lines: Iterable[Iterable[object]]) -> str:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write a text file atomically, in xz where its name ends so."""
+    """Write a text file atomically, compressed if its name ends in `.xz`."""
     data = text.encode("utf-8")
     if Path(path).suffix == ".xz":
         data = lzma.compress(data, preset=XZ)

@@ -18,15 +18,15 @@ def visible_gpus(most: int) -> list[str]:
 
 
 def free_bytes(most: int) -> dict[int, int]:
-    """Free bytes of the GPUs of `visible_gpus`, by number; one that the driver does not tell of is left out."""
+    """Free bytes of the GPUs of `visible_gpus`, by number; a GPU that nvidia-smi does not list is left out."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
     words = [program, "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
-    said = subprocess.run(words, capture_output=True, text=True).stdout
-    known = {}
-    for line in said.splitlines():
-        index, uuid, amount = (part.strip() for part in line.split(","))
-        if amount.isdecimal():  # `[N/A]` where memory is the host's
-            known |= dict.fromkeys((index, uuid), int(amount) * 2**20)
-    return {i: known[name] for i, name in enumerate(visible_gpus(max(1, most))) if name in known}
+    listing = subprocess.run(words, capture_output=True, text=True).stdout
+    free = {}
+    for line in listing.splitlines():
+        index, uuid, mebibytes = (column.strip() for column in line.split(","))
+        if mebibytes.isdecimal():  # `[N/A]` where memory is the host's
+            free |= dict.fromkeys((index, uuid), int(mebibytes) * 2**20)
+    return {i: free[name] for i, name in enumerate(visible_gpus(max(1, most))) if name in free}

@@ -6,7 +6,7 @@ import math
 import types
 import typing
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,15 +24,16 @@ class Strict(SafeConstructor):
     """YAML in which a key that is given twice is an error, as it would hide the first, and no code is run."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """A value; what the constructors of PyYAML raise for one that they cannot read gets its line."""
+        """A value; for one that PyYAML cannot read, the error names its line."""
         try:
             value = super().construct_object(node, deep)
             if not isinstance(value, int) or abs(value) < 2**63:
                 return value
         except (ValueError, LookupError, AttributeError):  # 2024-99-99, 5,000 digits, `!!int ""`, `!!timestamp x`
             pass
-        said = f"{shortened(node.value)!r} is no {node.tag.rpartition(':')[2]} that can be read"
-        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: {said}")
+        kind = node.tag.rpartition(":")[2]
+        line = node.start_mark.line + 1
+        raise yaml.YAMLError(f"line {line}: {shortened(node.value)!r} is no {kind} that can be read")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         """A mapping with each key once."""
@@ -70,7 +71,7 @@ def load_yaml(path: Path) -> Any:
 
 
 def shown(path: Path) -> str:
-    """A file as messages name it: from the checkout's top where it is inside."""
+    """A file as messages name it: relative to the checkout if it is inside."""
     return shortened(path.relative_to(HOME) if path.is_relative_to(HOME) else path, 200)
 
 
@@ -83,7 +84,7 @@ def parse_yaml(text: str, where: str) -> Any:
     with contextlib.suppress(yaml.YAMLError):
         return yaml.load(text, FastLoader)
     try:
-        return yaml.load(text, Loader)  # what is wrong is said in the words of one parser everywhere
+        return yaml.load(text, Loader)  # errors are in the words of this parser everywhere
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UserError(f"{where}: not valid YAML ({line}{shortened(error.problem, 120)})") from None
@@ -98,7 +99,7 @@ def build(cls: type[T], data: Any, where: str) -> T:
         UserError: a key that `cls` does not have, a required key that is missing, or a value of another type.
     """
     if not isinstance(data, Mapping):
-        raise UserError(f"{where}: expected a mapping with keys of {cls.__name__}, got {_say(data)}")
+        raise UserError(f"{where}: expected a mapping with keys of {cls.__name__}, got {_described(data)}")
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
@@ -127,15 +128,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if kind is Any:
         return value
     if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        inner = [a for a in args if a is not type(None)]
-        for choice in inner:
-            try:
-                return convert(choice, value, where)
-            except UserError:
-                if choice is inner[-1]:
-                    raise
+        return _convert_to_any_of(args, value, where)
     if origin is typing.Literal:
         if value not in args:
             raise UserError(f"{where}: {unknown('value', value, args)}")
@@ -143,16 +136,39 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return build(kind, value, where)  # type: ignore[arg-type]
     if origin in (dict, Mapping):
-        if not isinstance(value, Mapping):
-            raise UserError(f"{where}: expected a mapping, got {_say(value)}")
-        return {
-            convert(args[0], k, f"{where} key"): convert(args[1], v, f"{where}.{shortened(k)}")
-            for k, v in value.items()
-        }
+        return _convert_mapping(args, value, where)
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
-            raise UserError(f"{where}: expected a list, got {_say(value)}")
+            raise UserError(f"{where}: expected a list, got {_described(value)}")
         return origin(convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    return _convert_scalar(kind, value, where)
+
+
+def _convert_to_any_of(kinds: Sequence[Any], value: Any, where: str) -> Any:
+    """Convert to the first type of a union that fits; the error is that of the last one."""
+    if value is None and type(None) in kinds:
+        return None
+    *earlier, last = [kind for kind in kinds if kind is not type(None)]
+    for kind in earlier:
+        with contextlib.suppress(UserError):
+            return convert(kind, value, where)
+    return convert(last, value, where)
+
+
+def _convert_mapping(kinds: Sequence[Any], value: Any, where: str) -> dict[Any, Any]:
+    """Convert keys to the first type and values to the second."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: expected a mapping, got {_described(value)}")
+    key_kind, value_kind = kinds
+    converted = {}
+    for key, inner in value.items():
+        new_key = convert(key_kind, key, f"{where} key")
+        converted[new_key] = convert(value_kind, inner, f"{where}.{shortened(key)}")
+    return converted
+
+
+def _convert_scalar(kind: type, value: Any, where: str) -> Any:
+    """A number, text or truth value; an integer is also taken for a float, and a number for a text."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -160,10 +176,11 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UserError(f"{where}: expected {kind.__name__}, got {_say(value)}")
+        raise UserError(f"{where}: expected {kind.__name__}, got {_described(value)}")
     return value
 
 
-def _say(value: Any) -> str:
+def _described(value: Any) -> str:
+    """The type of a value and the start of its text."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"

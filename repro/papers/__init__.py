@@ -144,10 +144,12 @@ def data_figures(paper: str) -> list[Figure]:
     for line in _lines(paper, "figures"):
         if line["kind"] == "data":
             merged.setdefault(line["figure"].rstrip("abcdefgh"), {})[line["figure"]] = line["models"]
-    return [
-        Figure(number, tuple(part for part in parts if part != number), "; ".join(filter(None, parts.values())))
-        for number, parts in sorted(merged.items(), key=lambda item: int(item[0]))
-    ]
+    figures = []
+    for number, models_by_part in sorted(merged.items(), key=lambda item: int(item[0])):
+        parts = tuple(part for part in models_by_part if part != number)
+        models = "; ".join(filter(None, models_by_part.values()))
+        figures.append(Figure(number, parts, models))
+    return figures
 
 
 def metrics(paper: str) -> dict[str, dict[str, str]]:
@@ -157,7 +159,7 @@ def metrics(paper: str) -> dict[str, dict[str, str]]:
 
 @cache
 def unmeasured(paper: str) -> dict[str, str]:
-    """Metrics of a paper that nothing here measures, and what would have to come for them to be measured."""
+    """Metrics of a paper that nothing here measures, to what is missing to measure them."""
     path = _folder(paper) / "unmeasured.yaml"
     return load_yaml(path) if path.is_file() else {}
 

@@ -20,10 +20,10 @@ class Cell:
         kind: `table` or `figure`.
         number: the printed number, or the name of a spec of our own.
         printed: the paper's digits; empty where it printed nothing.
-        measure: the kind of cell that measures it; empty where the spec names none.
+        measure: the metric that measures it, a key of `repro.metrics.KINDS`; empty if the spec names none.
         params: that metric with what the spec asks of it (`repro.metrics.metric.Metric`).
         recipe: canonical recipe text with the spec's variables filled in.
-        seeds: the draws of calibration text, initialization and order that are averaged.
+        seeds: seeds of calibration text, initialization and order, over which the value is averaged.
         calibration: the paper's calibration text where the cell names one; empty is the scale's own.
         stand_in: what stands in for `model` at this scale; empty where nothing does.
         variables: those of row and column.
@@ -58,9 +58,9 @@ class Cell:
 
     @cached_property
     def identity(self) -> tuple[str, ...]:
-        """What tells it from every other cell of a scale, those that a spec derives from it included."""
-        what = (self.measure, repr(self.params), self.recipe, str(self.seeds), self.calibration, self.stand_in)
-        return (self.table, *self.cell_key, *what, repr(self.variables))
+        """A key that is unique among all cells of a scale, operands of derived cells included."""
+        measured = (self.measure, repr(self.params), self.recipe, str(self.seeds), self.calibration, self.stand_in)
+        return (self.table, *self.cell_key, *measured, repr(self.variables))
 
     @property
     def table(self) -> str:

@@ -38,13 +38,13 @@ class FigureSpec:
         measure: what is measured.
         points: `value`, a point at each value of `sweep`; `axis`, a point for each entry of one cell.
         sweep: one variable and its values, the x axis; of `axis`, the values that a series goes through.
-        across: what is measured on the x axis where that is no variable.
+        across: what is measured on the x axis if that is not the variable of `sweep`.
         levels: label to what is measured for a line across the plot, such as a ceiling.
         plot: how it is drawn, a key of `repro.render.figure_files.PLOTS`.
         tuned_by: as of a table: the spec whose selected rows give variables to recipes.
         table: instead of series, models and measure: the table whose rows are the series.
         metrics: its metrics on the x and on the y axis.
-        lead: series that stand out in colour, the first one thick, the others grey; of none every series has a colour.
+        lead: series in colour, the first one thick, while all others are grey; if empty, every series has a colour.
         broken: leave out the empty part of a y axis whose few lowest series lie far below all others.
         printed: what the paper prints about the figure in words or numbers, in our own words.
     """
@@ -97,7 +97,7 @@ def figure(paper: str, number: str) -> FigureSpec:
 
 
 def cells(paper: str, number: str) -> list[Cell]:
-    """A cell per series, model and value of `sweep`, `across` beside each; then one per model and level.
+    """A cell for each series, model and value of `sweep`, followed by its `across`; then one for each model and level.
 
     Raises:
         UserError: no such spec or table, or a metric that the table does not have.
@@ -113,22 +113,23 @@ def cells(paper: str, number: str) -> list[Cell]:
 
     tuned = tables.selected_values(spec.tuned_by)
 
-    def cell(metric: str, measure: Mapping[str, Any], label: str, step: object, given: tables.Variables) -> Cell:
-        bare = Cell(paper, "figure", number, label, str(step), str(given["model"]), metric)
-        values = bound(given, spec.recipe, tuned)
+    def cell(metric: str, measure: Mapping[str, Any], label: str, step: object, free: tables.Variables) -> Cell:
+        bare = Cell(paper, "figure", number, label, str(step), str(free["model"]), metric)
+        values = bound(free, spec.recipe, tuned)
         if values is None:
             return bare
-        made = fill_in(bare, spec.recipe, values, measure, spec.seeds, where)
-        return replace(made, unit=made.params.unit)
+        measured = fill_in(bare, spec.recipe, values, measure, spec.seeds, where)
+        return replace(measured, unit=measured.params.unit)
 
     specified_cells = []
     name, steps = next(iter(spec.sweep.items()), ("", ("",)))
     for model, label, step in product(spec.models, spec.series, steps):
-        given = spec.series[label]
-        values = {"recipe": given} if isinstance(given, str) else dict(given)
+        of_series = spec.series[label]
+        values = {"recipe": of_series} if isinstance(of_series, str) else dict(of_series)
         values |= {name: step, "model": model} if name else {"model": model}
         specified_cells.append(cell("point", spec.measure, label, step, values))
         if spec.across:
             specified_cells.append(cell("across", spec.across, label, step, values))
-    levels = product(spec.models, spec.levels)
-    return specified_cells + [cell("level", spec.levels[label], label, "", {"model": model}) for model, label in levels]
+    for model, label in product(spec.models, spec.levels):
+        specified_cells.append(cell("level", spec.levels[label], label, "", {"model": model}))
+    return specified_cells

@@ -45,18 +45,18 @@ def table_spec(paper: str, number: str) -> Path:
 
 
 def _folders_of_own_tables() -> tuple[str, ...]:
-    """Those that specs of no printed table are in; the last is tables/ itself."""
+    """The folders of specs of our own; the last is tables/ itself."""
     return (*papers.PAPERS, *FOLDERS, "")
 
 
 def _is_own_table(paper: str, number: str) -> bool:
-    """Whether `own_tables` has it; asked for every cell that names another table, so that no folder is listed."""
+    """Whether `own_tables` has it. It is asked for every cell that names another table, so it lists no folder."""
     named = paper in _folders_of_own_tables() and number and not number.isdecimal() and not number.startswith("table")
     return bool(named) and table_spec(paper, number).is_file()
 
 
 def own_tables() -> list[tuple[str, str]]:
-    """Paper and name of every spec that is of no printed table."""
+    """Paper and name of every spec of our own, which belongs to no printed table."""
     specs = []
     for folder in _folders_of_own_tables():
         names = [path.stem for path in sorted((HOME / "tables" / folder).glob("*.yaml"))]
@@ -66,12 +66,14 @@ def own_tables() -> list[tuple[str, str]]:
 
 def specified_tables() -> list[tuple[str, str]]:
     """Paper and number or name of everything that has a spec, in the papers' order."""
-    return [*(both for both in _printed_tables() if table_spec(*both).is_file()), *own_tables()]
+    printed = [(paper, number) for paper, number in _printed_tables() if table_spec(paper, number).is_file()]
+    return [*printed, *own_tables()]
 
 
 def pages() -> list[str]:
     """The papers that have a page in docs/: those with a spec."""
-    return [paper for paper in papers.PAPERS if any(paper == one for one, _ in specified_tables())]
+    with_spec = {paper for paper, _ in specified_tables()}
+    return [paper for paper in papers.PAPERS if paper in with_spec]
 
 
 def _printed_tables() -> list[tuple[str, str]]:

@@ -26,14 +26,14 @@ POOLS = 2**20  # seeds from here on are draws of training pools
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibrated steps see: random crops of one corpus (GPTQ: 128 x 2048).
+    """The text that calibrated steps read: random crops of one corpus (GPTQ: 128 x 2048).
 
     Attributes:
         corpus: the text.
-        sequences: how many; of a text from its start a step with a budget of tokens takes those instead.
-        length: tokens of each.
-        seed: of the draw.
-        from_start: the first sequences of the text, one after the other, instead of crops.
+        sequences: number of crops. With `from_start`, a step with a budget of tokens reads as many as it needs.
+        length: tokens per crop.
+        seed: of the random crops.
+        from_start: read the first sequences of the text in order instead of random crops.
     """
 
     corpus: str
@@ -49,7 +49,7 @@ class Calibration:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
 
     def facts(self) -> dict[str, Any]:
-        """As a job declares them."""
+        """The calibration as a job declares it."""
         facts = asdict(self)
         if not self.from_start:
             del facts["from_start"]
@@ -65,7 +65,7 @@ def _check_corpus(name: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class Pool:
-    """A training text: one draw for every seed of a cell; seeds differ in order and random choices alone."""
+    """A training text whose crops are the same for every seed of a cell; seeds change only order and random choices."""
 
     corpus: str
     sequences: int
@@ -73,24 +73,24 @@ class Pool:
     draw: int = 0
 
     def under(self, seed: int) -> Calibration:
-        """The calibration whose own seed and that of a cell add up to the pool's.
+        """The calibration at a cell's seed: its own seed plus the cell's is always the pool's.
 
         Raises:
-            UserError: as `Calibration`, or a seed above all pools.
+            UserError: as `Calibration`, or the cell's seed is too large.
         """
         return Calibration(self.corpus, self.sequences, self.length, POOLS + self.draw - seed)
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """What a build measures itself: on how many units, and what of the tables that everybody builds first.
+    """What a build measures itself next to stored results.
 
     Attributes:
-        windows: the first windows of each text.
-        items: the first items of each task.
-        tables: where `recipes` are replicated; of any other table what only rounds.
-        recipes: to the stand-ins on which that is done.
-        rows: likewise of a table, by its label: a row whose recipe has a rate that a sweep chooses.
+        windows: how many windows of each text, from its start.
+        items: how many items of each task, from its start.
+        tables: the tables in which `recipes` are replicated; of other tables only recipes that round.
+        recipes: recipe to the stand-ins on which it is replicated.
+        rows: table to row label to stand-ins: rows whose recipe has a learning rate that a sweep selects.
     """
 
     windows: int = 8
@@ -115,16 +115,16 @@ class Scale:
         models: what stands in for each of the papers' models: a pocket model, a local folder, `hub-id@revision`, or
             `hub` for the pin in config/hub.yaml. The papers' other spellings of a name are aliases there.
         corpora: the text behind each of the papers' corpora (`wikitext2`, `c4`), by its own name.
-        calibration_texts: likewise where a cell asks for its steps to be calibrated on one of them; or a pool of it.
-        seeds: the most seeds of a cell that are drawn; None is all that a spec asks for.
+        calibration_texts: likewise for cells whose spec names a calibration text; a text or a `Pool` of it.
+        seeds: the most seeds of a cell that are run; None is all that a spec asks for.
         device: the device class that its cells are measured on; `any` is this machine's GPU, else its CPU.
         replicate: what a build measures itself, next to what is stored.
-        grade: what evidence from these stand-ins is worth (A the paper's model and protocol, C a scaled analogue).
+        grade: the grade of evidence from these stand-ins (A the paper's model and protocol, C a scaled analogue).
         threads: CPU threads of every job, whatever `--cores` is, so that results do not depend on it.
-        training_threads: the least that a job has whose recipe is trained.
+        training_threads: CPU threads, at least, of a job whose recipe trains.
         memory_mb: memory of a job, for a cluster's scheduler.
         hub: whether models and corpora may be fetched from the hub.
-        protocols: kind of cell to its protocol, from the keys that are named after kinds.
+        protocols: metric to its protocol, from the keys that are named after metrics.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Scale:
                     _check_corpus(text, f"{key}: {paper}")
 
     def stand_in(self, model: str) -> str | None:
-        """What stands in for a paper's model; None where nothing does."""
+        """The stand-in of a paper's model; None if it has none."""
         _, alias = hub_models()
         name = self.models.get(model) or self.models.get(alias.get(model, model))
         return pin(alias.get(model, model)) if name == "hub" else name
@@ -177,10 +177,10 @@ class Scale:
         return corpus
 
     def second_text(self, name: str) -> str:
-        """The corpus behind the text that a step reads besides its calibration text, or the corpus of that name itself.
+        """The corpus of the second text that a step reads, by a paper's name of it or by its own.
 
         Raises:
-            UserError: there is neither.
+            UserError: an unknown name.
         """
         known = {corpus: corpus for corpus in corpora.CORPORA} | self.calibration_texts
         if name not in known:
@@ -199,9 +199,9 @@ class Scale:
         return replace(self, device=device)
 
     def brief(self) -> "Scale":
-        """The same scale with the protocols of a build's own measurements: the first windows and items, one seed.
+        """The same scale with the protocols of a build: the first windows and items, and one seed.
 
-        Budgets of calibration and training stay whole, so that what is compressed is what stored results are of.
+        Budgets of calibration and training stay whole, so the compressed models are those of the stored results.
         """
         shortened = dict(self.protocols)
         for kind, protocol in self.protocols.items():
@@ -210,7 +210,7 @@ class Scale:
         return replace(self, protocols=shortened, seeds=1)
 
     def calibrated_on(self, corpus: str, seed: int = 0) -> "Scale":
-        """The same scale with a paper's corpus as calibration text of a cell's seed; empty changes nothing."""
+        """The same scale with a paper's corpus as calibration text at a cell's seed; empty keeps the scale's own."""
         text = self.calibration_texts[corpus] if corpus else self.calibration.corpus
         drawn = text.under(seed) if isinstance(text, Pool) else replace(self.calibration, corpus=text)
         return replace(self, calibration=drawn)
@@ -218,12 +218,13 @@ class Scale:
     def as_config(self) -> dict[str, Any]:
         """The keys of its file, nothing left out."""
         facts = asdict(self)
-        return {**{k: v for k, v in facts.items() if k != "protocols"}, **facts["protocols"]}
+        protocols = facts.pop("protocols")
+        return facts | protocols
 
 
 @dataclass(frozen=True)
 class PublicShape:
-    """A Llama's shape; `kv` are the rows of k and of v, `tied` says that the head is the embedding."""
+    """A Llama's shape; `kv` is the number of rows of k and of v, `tied` whether the head is the embedding."""
 
     layers: int
     hidden: int
@@ -318,16 +319,18 @@ def _named(path: Path) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise UserError(f"{shown(path)}: not a scale; expected a mapping with keys of Scale")
     if data.get("name") != path.stem:
-        said = f"its name is {shortened(data['name'])!r}" if "name" in data else "key 'name' is missing"
-        raise UserError(f"{shown(path)}: {said}; a scale is named like its file, {path.stem!r}")
+        problem = f"its name is {shortened(data['name'])!r}" if "name" in data else "key 'name' is missing"
+        raise UserError(f"{shown(path)}: {problem}; a scale is named like its file, {path.stem!r}")
     return dict(data)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of both, mappings key by key, as Snakemake merges `--config` into a file."""
-    both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()
-            if isinstance(below[key], Mapping) and isinstance(above[key], Mapping)}  # fmt: skip
-    return {**below, **above, **both}
+    merged = {**below, **above}
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], Mapping) and isinstance(above[key], Mapping):
+            merged[key] = _merged(below[key], above[key])
+    return merged
 
 
 def _build(data: Mapping[str, Any], where: str) -> Scale:
@@ -335,8 +338,8 @@ def _build(data: Mapping[str, Any], where: str) -> Scale:
     protocols = {}
     for kind, metric in KINDS.items():
         if metric.PROTOCOL:
-            given = merged.pop(kind, metric.DEFAULT)
-            protocols[kind] = None if given is None else build(metric.PROTOCOL, given, f"{where}: {kind}")
+            protocol = merged.pop(kind, metric.DEFAULT)
+            protocols[kind] = None if protocol is None else build(metric.PROTOCOL, protocol, f"{where}: {kind}")
     if "protocols" in merged:
         raise UserError(f"{where}: {unknown('key', 'protocols', {*merged, *protocols} - {'protocols'})}")
     return replace(build(Scale, merged, where), protocols=protocols)

@@ -32,7 +32,7 @@ def check_pattern(label: str, where: str) -> None:
 
 
 def bind(label: str, printed: str) -> dict[str, str] | None:
-    """The variables with which a label, or a pattern with `{name}`s, is the printed label; None where it is not."""
+    """Match a label, or a pattern with `{name}`s, with a printed label: the variables; None if it does not match."""
     parts = re.split(r"\{(\w+)\}", label)
     pattern = "".join(f"(?P<{part}>.+?)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
     match = re.fullmatch(pattern, printed)
@@ -40,30 +40,40 @@ def bind(label: str, printed: str) -> dict[str, str] | None:
 
 
 def variables(labels: Labels, printed: str) -> Variables | None:
-    """What a printed label means: the variables of the first label or pattern that matches; None where none does."""
+    """The variables of the first label or pattern that matches a printed label; None if none does."""
     exact = labels.get(printed) if isinstance(labels, Mapping) else None
     for label in [printed] if exact is not None else labels:
         if (matched := bind(label, printed)) is not None:
-            given = labels[label] if isinstance(labels, Mapping) else {}
-            given = {"recipe": given} if isinstance(given, str) else dict(given)
-            named = {
-                key: set(NAMED.findall(value)) if isinstance(value, str) else set() for key, value in given.items()
-            }
-            # A name that the label does not give is one of the column or the model; `fill_in` knows them all.
-            return {k: fill(v, matched, label) if named[k] <= matched.keys() else v for k, v in given.items()} | matched
+            values = labels[label] if isinstance(labels, Mapping) else {}
+            values = {"recipe": values} if isinstance(values, str) else dict(values)
+            for key, value in values.items():
+                names = NAMED.findall(value) if isinstance(value, str) else []
+                # A name that the label does not give is one of the column or the model; `fill_in` knows them all.
+                if matched.keys() >= set(names):
+                    values[key] = fill(value, matched, label)
+            return values | matched
     return None
 
 
 def bound(values: Variables, template: str, tuned: Mapping[str, Value | None]) -> Variables | None:
-    """The variables with the tuned ones that the recipe or its template names; None where one is not selected yet."""
+    """The variables, extended by the tuned ones that the recipe or its template names.
+
+    Args:
+        tuned: variable to value, None for one that is not selected yet (`tables.selected_values`).
+
+    Returns:
+        None if a variable that is named is not selected yet.
+    """
     named = {*NAMED.findall(f"{values.get('recipe')} {template}")} - {"recipe"}
     values = {name: tuned[name] for name in named & tuned.keys()} | values
     return None if None in values.values() else values
 
 
 def fill(template: Any, values: Mapping[str, Any], where: str) -> Any:
-    """`{name}`s of a text, or of every text in lists and mappings, filled in: a value alone keeps its type, within a
-    text numbers are as YAML writes them.
+    """Fill in the `{name}`s of a text, or of every text in lists and mappings.
+
+    A text that is nothing but one `{name}` becomes the value with its type; in a longer text, numbers are written as in
+    YAML.
 
     Raises:
         UserError: a name that no row or column gives.
@@ -74,8 +84,8 @@ def fill(template: Any, values: Mapping[str, Any], where: str) -> Any:
         try:
             return filled(template, {key: plain(value) for key, value in values.items()})
         except (KeyError, ValueError) as error:
-            said = f"{where}: the template {shortened(template)!r} names {error}, which is no variable there"
-            raise UserError(f"{said}; choose from: {', '.join(values) or 'none'}") from None
+            problem = f"{where}: the template {shortened(template)!r} names {error}, which is no variable there"
+            raise UserError(f"{problem}; choose from: {', '.join(values) or 'none'}") from None
     if isinstance(template, Mapping):
         return {key: fill(value, values, where) for key, value in template.items()}
     if isinstance(template, list | tuple):
@@ -84,7 +94,12 @@ def fill(template: Any, values: Mapping[str, Any], where: str) -> Any:
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str:
-    """`{name}`s filled in; nothing else of format strings is allowed, such as widths and attributes."""
+    """Fill in the `{name}`s of a text.
+
+    Raises:
+        KeyError: a name without a value.
+        ValueError: any other use of braces, such as a width or an attribute.
+    """
     for odd in re.findall("[^{}]{0,20}[{}][^{}]{0,20}", NAMED.sub("", template)):
         raise ValueError(repr(odd))
     return template.format(**values)
@@ -92,7 +107,9 @@ def filled(template: str, values: Mapping[str, Any]) -> str:
 
 def plain(value: Any) -> Any:
     """A value as a template writes it: short numbers, YAML's true and false."""
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 @cache

@@ -1,11 +1,12 @@
 """The variance between seeds for results of which only one seed ran, pooled over methods that ran with three.
 
 Calibration and training draw text, an initialization and an order at random. Over seeds, a compressed model's damage
-(its loss in nats a token, its KL divergence from full precision, or its share of tokens with another top-1) varies in
-proportion to its size: the logarithm of the damage has about the same standard deviation for every model and
+varies in proportion to its size, whether damage is the loss against full precision (nats a token), the KL divergence or
+the share of tokens with another top-1: its logarithm has about the same standard deviation for every model and
 granularity. So this deviation is pooled over the accepted rows of `spear/seeds`: five calibrated settings and one that
-only rounds, each with SPEAR at a quarter of its sequences, on three models and two texts, with three seeds. The families
-and the standard deviations of log loss and of log KL:
+only rounds, each with SPEAR at a quarter of its sequences, on three models and two texts, with three seeds.
+
+The families, with the standard deviations of the logarithms of loss and of KL:
 
 - a quantizer that is calibrated or trained: 0.031; 0.014
 - a compensator on such a quantizer, given the quantizer's seed: 0.024; 0.011. In addition it keeps the share `follows`
