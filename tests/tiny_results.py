@@ -75,7 +75,7 @@ class House:
 
     def table(self, change=None, rows=None) -> Path:
         """The built table as a CSV; `change` gets and returns its text."""
-        result = [measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")]
+        result = [measure.measurement_of(self.flow, cell) for cell in self.flow.cells("spear", "1")]
         text = to_csv([m for m in result if rows is None or m.row in rows])
         path = self.folder / "table1.csv"
         path.write_text(change(text) if change else text, encoding="utf-8")
@@ -83,7 +83,7 @@ class House:
 
     def edited(self, row, col, **changes) -> Path:
         """The built table with one row edited by hand."""
-        result = {cell.cell_key: measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")}
+        result = {cell.cell_key: measure.measurement_of(self.flow, cell) for cell in self.flow.cells("spear", "1")}
         key = self.cell(row, col).cell_key
         result[key] = measure.replace(result[key], **changes)
         path = self.folder / "table1.csv"
@@ -92,7 +92,7 @@ class House:
 
     def stored_row(self, row="RTN pc", col="Wiki"):
         """A cell as a machine shows it that takes everything from results/."""
-        return measure.one(Workflow(self.scale, stored=True), self.cell(row, col))
+        return measure.measurement_of(Workflow(self.scale, stored=True), self.cell(row, col))
 
     def files(self) -> dict[str, bytes]:
         """Everything under results/."""

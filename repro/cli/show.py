@@ -65,7 +65,7 @@ def sheet_of(stem: str) -> Sheet:
     from repro.specs import scale
     from repro.workflow.workflow import Workflow
 
-    return table_files.drawn(Workflow.of_results(scale.load()), stem)[0]
+    return table_files.sheet_and_csv(Workflow.of_results(scale.load()), stem)[0]
 
 
 def read(path: Path) -> Sheet:

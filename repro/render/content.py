@@ -278,13 +278,13 @@ def _first(one: Measured) -> str:
         return MARKS["at_chance"]
     if m.status == "not_run" and cell.is_full_precision and _compares(cell):
         itself = metric_of(cell).itself
-        return here(m) if itself is None else f"{itself:g}"
-    return here(m, one.against)
+        return measured_text(m) if itself is None else f"{itself:g}"
+    return measured_text(m, one.against)
 
 
 def _accuracy(m: Measurement) -> str:
     """An accuracy next to the log probability that is compared: where it is above chance, and no interval."""
-    return MARKS["at_chance"] if _is_folded(m) else here(replace(m, lo=None, hi=None))
+    return MARKS["at_chance"] if _is_folded(m) else measured_text(replace(m, lo=None, hi=None))
 
 
 def _is_folded(m: Measurement) -> bool:
@@ -295,7 +295,7 @@ def _is_folded(m: Measurement) -> bool:
 def _in_nats(m: Measurement, change: Interval | None) -> str:
     """A log probability's paired change against full precision, or of full precision itself its value."""
     if change is None:
-        return f"{here(m)} nats"
+        return f"{measured_text(m)} nats"
     ends = [None if end is None else f"{end:.3f}" for end in (change.lo, change.hi)]
     return f"{change.value:+.3f}{_ends(f'{change.value:.3f}', *ends)} nats"
 
@@ -320,7 +320,7 @@ def _rounded(x: float, whole: float, tenths: float) -> str:
     return f"{x:.{0 if size >= whole else 1 if size >= tenths else 2 if size >= 1 else 3}f}"
 
 
-def here(m: Measurement, against: Interval | None = None) -> str:
+def measured_text(m: Measurement, against: Interval | None = None) -> str:
     """A measured value with marks, what a reader compares first; or the status that says why there is none."""
     if m.status not in SHOWN or m.value is None:
         return WORDS.get(m.status, m.status)

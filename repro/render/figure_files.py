@@ -165,6 +165,6 @@ def _markdown(title: str, spec: FigureSpec, measurements: Sequence[Measurement])
     for m in measurements:
         where = ", ".join(filter(None, (m.row, m.model, m.col)))
         unit = m.unit if m.value is not None else ""
-        lines.append(f"- {where}: {content.here(m)} {unit}".rstrip())
+        lines.append(f"- {where}: {content.measured_text(m)} {unit}".rstrip())
     origin = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in measurements if m.source and m.device)
     return "\n".join([*lines, "", f"Measured on {'; '.join(origin) or 'nothing yet'}.", ""])

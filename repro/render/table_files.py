@@ -28,9 +28,9 @@ def build(flow: Workflow, name: str, out: Path = Path("tables")) -> Sheet:
     """Write one table as `.csv` (every cell), `.tex` and `.md`.
 
     Raises:
-        UserError: as `drawn`.
+        UserError: as `sheet_and_csv`.
     """
-    sheet, lines = drawn(flow, name)
+    sheet, lines = sheet_and_csv(flow, name)
     stem = out / canonical(name)
     write_text(stem.with_suffix(".csv"), lines)
     write_text(stem.with_suffix(".tex"), latex(sheet))
@@ -38,7 +38,7 @@ def build(flow: Workflow, name: str, out: Path = Path("tables")) -> Sheet:
     return sheet
 
 
-def drawn(flow: Workflow, name: str) -> tuple[Sheet, str]:
+def sheet_and_csv(flow: Workflow, name: str) -> tuple[Sheet, str]:
     """One table, and its CSV with every cell.
 
     Args:
@@ -55,7 +55,7 @@ def drawn(flow: Workflow, name: str) -> tuple[Sheet, str]:
     if paper in papers.PAPERS and coverage.other_device(paper, "table", number):
         bare = [key for key, one in results.by_key.items() if one.measurement.status in ("not_run", "no_stand_in")]
         results = results.marked({key: {"status": "other_device"} for key in bare})
-    changes, again = replicate.shown(flow, name, results.by_key)
+    changes, again = replicate.changes_and_notes(flow, name, results.by_key)
     results = results.marked(changes)
     sheet = content.sheet(results)
     sheet = replace(sheet, notes=[*sheet.notes, *again])
@@ -87,7 +87,7 @@ def headline(flow: Workflow) -> tuple[Sheet, str]:
         *waiting,
         "What the papers' own numbers say of their claims, which is no verdict on a method: tables/own-numbers.",
         *[f"* {content.LEGEND['*']}."] * on_few,
-        *replicate.said(replicate.replicas(flow, "table1")),
+        *replicate.sentences(replicate.replicas(flow, "table1")),
     ]
     top = ["claim", "says", "printed", "case", "from_printed", "measured", "lo", "hi", "on", "grade", "verdict"]
     lines = [[*top, "own_numbers", "why"]]
@@ -168,9 +168,9 @@ def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
         rows.append([model])
         for name, cells in sorted(recipes.items(), key=lambda item: _bits(item[1])):
             against = ratios.get((model, name))
-            shown = content.here(replace(next(iter(cells.values())), unit="ppl"), against) if against else "–"
+            shown = content.measured_text(replace(next(iter(cells.values())), unit="ppl"), against) if against else "–"
             first = shown.partition(";")[0]
-            rows.append([name, first, *(content.here(cells[c]) if c in cells else "–" for c in labels)])
+            rows.append([name, first, *(content.measured_text(cells[c]) if c in cells else "–" for c in labels)])
             lines += [[model, name, c, *(text(x) for x in (m.value, m.lo, m.hi))] for c, m in cells.items()]
     title = f"Every recipe, evaluated alike. Scale {flow.scale.name}: {flow.scale.about}"
     remark = "× is perplexity over full precision on the same windows; BPW stored bits a block weight; "

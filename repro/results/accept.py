@@ -1,7 +1,7 @@
 """Accept built tables, figures and kernel times into results/: every row is checked, all are written or none.
 
-What differs between results is how a row of theirs is checked (`CHECKS`): a measurement is recomputed from the folders
-of its jobs, a kernel time is held against what its device can do.
+How a row is checked depends on its class (`CHECKS`): a measurement is recomputed from the folders of its jobs, a kernel
+time is compared with the limits of its device.
 """
 
 import json
@@ -24,7 +24,7 @@ from repro.store.stored_row import StoredRow
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
-# An H100 gave an H200's series to the last bit, SPEAR and OmniQuant trained anew: 14 of 14.
+# An H100 reproduced an H200's series bit for bit in 14 of 14 cells, with SPEAR and OmniQuant trained again.
 SM_90 = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA GH200")
 COMPARED = tuple(name for name in COLUMNS if name != "source")
 
@@ -33,32 +33,32 @@ def accept(path: Path) -> dict[str, int]:
     """Check the fresh rows of a built table, or the kernel times of `bench`, and merge them into results/.
 
     A table's rows are recomputed from the folders of their jobs under build/, and a time may not be below the roofline.
-    Rows that were made under other versions are taken with those, and are stale. Cells that take no job are left out:
-    settings are fresh everywhere, kernel times are accepted from the file of `bench`.
+    Rows that were made under other versions keep these and are stale. Cells without a job are left out: settings need
+    no acceptance, and kernel times are accepted from the file of `bench`.
 
     Args:
-        path: a table's CSV, or a file of `bench`. A table's says which cells and scale are meant; no number and no
-            path in it is used.
+        path: a table's CSV, or a file of `bench`. A table's CSV only names cells and scale; its numbers must agree with
+            the recomputed ones.
 
     Returns:
         Number of rows by file that was written.
 
     Raises:
-        UserError: no fresh row, a row given twice, an unknown cell or scale, a row that is not what its observations
-            say, observations of another job, device, or of uncommitted code, what `kernel_rows` refuses in `check_new`
-            and `check_floors`; an accepted row that was edited.
+        UserError: no fresh row, a row given twice, an unknown cell or scale, a row that differs from its observations,
+            observations of another job, of another device or of uncommitted code, what `kernel_rows` refuses in
+            `check_new` and `check_floors`, or an accepted row that was edited.
     """
     of = KernelRow if kernel_rows.is_kernel_rows(path) else Measurement
     return _merge(stored_row.from_csv(path, of), of, str(path))
 
 
 def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
-    """Likewise the points of a figure, from the folders of their jobs under build/.
+    """Check the points of a figure from the folders of their jobs under build/, and merge them into results/.
 
-    Of a point that is arithmetic over others, and of which not all is built, what is built is accepted.
+    Of a derived point whose operands are not all built, the operands that are built are accepted.
 
     Args:
-        flow: measures everything itself, on the device class that the jobs ran on.
+        flow: a workflow that measures everything itself, on the device class that the jobs ran on.
         name: such as `spear/figure13`.
 
     Returns:
@@ -85,7 +85,7 @@ def _merge(rows: Iterable[StoredRow], of: type[StoredRow], where: str) -> dict[s
         accepted_rows = CHECKS[of](new, stored)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    if not any(one.row.status in of.MEASURED for one in accepted_rows):
+    if not any(accepted_row.row.status in of.MEASURED for accepted_row in accepted_rows):
         statuses = " or ".join(of.MEASURED)
         raise UserError(f"{where}: no measured row to accept; such a row is fresh, with status {statuses}")
     return accepted.write(accepted_rows)
@@ -102,15 +102,15 @@ def _stored_kernels(rows: Iterable[KernelRow]) -> list[KernelRow]:
 
 def _check_no_duplicates(rows: Iterable[StoredRow]) -> None:
     """Raise unless every row has a key of its own."""
-    seen = set()
+    keys = set()
     for row in rows:
-        if row.key in seen:
+        if row.key in keys:
             raise UserError(f"{row.where}: given twice")
-        seen.add(row.key)
+        keys.add(row.key)
 
 
 def _recomputed(rows: Sequence[Measurement], _: Sequence[StoredRow]) -> list[AcceptedRow]:
-    """The rows that take jobs, each as its observations say it."""
+    """Recompute the rows that have jobs from their observations."""
     flows: dict[str, Workflow] = {}
     accepted_rows = []
     for row in rows:
@@ -125,7 +125,7 @@ def _recomputed(rows: Sequence[Measurement], _: Sequence[StoredRow]) -> list[Acc
 
 
 def _possible(rows: Sequence[KernelRow], stored: Sequence[KernelRow]) -> list[AcceptedRow]:
-    """Kernel times, all of which their device can have, beside those that are stored."""
+    """Kernel times, after checking that their device can reach them, also by what is stored of it."""
     kernel_rows.check_new(rows)
     kernel_rows.check_floors(rows, stored)
     return [AcceptedRow(row) for row in rows]
@@ -135,7 +135,7 @@ CHECKS: dict[type[StoredRow], Callable[[Any], list[AcceptedRow]]] = {Measurement
 
 
 def _flow(row: Measurement) -> Workflow:
-    """The workflow that measures a row's scale, where that leaves it open on the device class that the row names."""
+    """The workflow of a row's scale; if the scale leaves the device open, on the device class of the row."""
     at = scales.load(name=row.scale)
     if at.device == "any" and row.device_class in ("cpu", "cuda"):
         at = at.on(row.device_class)
@@ -143,23 +143,23 @@ def _flow(row: Measurement) -> Workflow:
 
 
 def _accepted_row(flow: Workflow, cell: Cell, row: Measurement) -> AcceptedRow:
-    """A row as its observations say it, with all that is kept of it.
+    """A row recomputed from its observations, with the series and declared inputs that are stored with it.
 
     Raises:
-        UserError: what is wrong with it, without naming the cell.
+        UserError: the row is wrong; the message does not name the cell.
     """
     jobs = measure.jobs_behind(flow, cell)
     for job in jobs:
         if not runner.origin(job):
             raise UserError(f"{job.folder} is not built here; run it here, or copy it from where it ran")
-    built, shown = measure.built(flow, cell), measure.fresh(flow, cell)
+    built, from_jobs = measure.built(flow, cell), measure.fresh(flow, cell)
     if row.note == measure.NO_BETTER:  # not stored: a table that shows the row judges it again
-        row = replace(row, status=shown.status, note=shown.note)
-    given, computed = row.texts(), shown.texts()
+        row = replace(row, status=from_jobs.status, note=from_jobs.note)
+    row_texts, job_texts = row.texts(), from_jobs.texts()
     for column in COMPARED:
-        if given[column] != computed[column]:
-            said = f"{column} is {given[column]!r}, but its jobs give {computed[column]!r}"
-            raise UserError(f"{said}; rebuild the table")
+        if row_texts[column] != job_texts[column]:
+            difference = f"{column} is {row_texts[column]!r}, but its jobs give {job_texts[column]!r}"
+            raise UserError(f"{difference}; rebuild the table")
     _check_origins(jobs)
     if built.lower_bound is not None and built.value is not None and built.value < built.lower_bound:
         raise UserError(f"{built.value} is less than the {built.lower_bound} that the device allows; measure again")
@@ -168,14 +168,14 @@ def _accepted_row(flow: Workflow, cell: Cell, row: Measurement) -> AcceptedRow:
 
 
 def _computes_like(device: str) -> str:
-    """The architecture of a card whose results are those of every card of it; any other device is itself."""
+    """The architecture of a device if all devices of that architecture compute the same results; else the device."""
     return "sm_90" if device.startswith(SM_90) else device
 
 
 def _check_origins(jobs: list[Job]) -> None:
-    """Raise unless jobs ran on one device per class, at commits of this project, on files that the jobs before made.
+    """Check that jobs ran on one device per class, at commits of this project, on the files that their needs hold.
 
-    Where no time is measured, cards of one architecture are one device: they compute the same.
+    If no time is measured, devices of one architecture count as one (`_computes_like`).
 
     Raises:
         UserError: they did not.
@@ -183,11 +183,11 @@ def _check_origins(jobs: list[Job]) -> None:
     devices: dict[str, str] = {}
     for job in jobs:
         origin = runner.origin(job)
-        wanted = job.parsed_options().get("device", "cpu")
+        device_class = job.parsed_options().get("device", "cpu")
         provenance.check_commit(origin["commit"])
-        if origin["device_class"] != wanted:
-            raise UserError(f"measured on {origin['device_class']!r}, but its scale runs it on {wanted!r}")
-        first = devices.setdefault(wanted, origin["device"])
+        if origin["device_class"] != device_class:
+            raise UserError(f"measured on {origin['device_class']!r}, but its scale runs it on {device_class!r}")
+        first = devices.setdefault(device_class, origin["device"])
         timed = any(map(runner.times, jobs))
         if first != origin["device"] and (timed or _computes_like(first) != _computes_like(origin["device"])):
             raise UserError(f"measured on {first} and on {origin['device']}; run its jobs on one of them")

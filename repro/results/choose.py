@@ -1,8 +1,9 @@
-"""Write the best rate of every method of a sweep into its spec as `selected`; extend a list whose best is at an end.
+"""Write the best learning rate of each method of a sweep into its spec; extend lists whose best rate is at an end.
 
 A sweep is a spec of our own, such as `tables/bitbybit/rates.yaml`, with rows `METHOD, x MULTIPLE` of the same multiples
-for all methods. The first thing that it measures decides, and less is better. A method without a whole list, or whose
-best multiple is the first or the last one, has no choice yet: rows of other tables that take its rate are not run.
+for all methods. Its first metric decides, and less is better; the best rows become `selected`. A method has no choice
+yet if some multiple is not measured, or if the best one is the first or the last. Rows of other tables that take its
+rate are not run until then.
 """
 
 import math
@@ -27,7 +28,7 @@ def label(method: str, multiple: float) -> str:
 
 
 def sweep(flow: Workflow, paper: str, name: str) -> Sweep:
-    """What was measured of every row; infinity where a training diverged.
+    """The measured value of every row; infinity if the training diverged.
 
     Raises:
         UserError: a row is not `METHOD, x MULTIPLE`.
@@ -43,7 +44,7 @@ def sweep(flow: Workflow, paper: str, name: str) -> Sweep:
             raise UserError(
                 f"{paper}/{name}: the row {cell.row!r} is not `METHOD, x MULTIPLE`; no rate is chosen from it"
             )
-        measured = measure.one(flow, cell)
+        measured = measure.measurement_of(flow, cell)
         value = math.inf if measured.status == "diverged" else measured.value
         stale = measured.status == "stale"
         rates.setdefault(read[1], {})[float(read[2])] = None if stale else value
@@ -51,14 +52,14 @@ def sweep(flow: Workflow, paper: str, name: str) -> Sweep:
 
 
 def best(values: Mapping[float, float | None]) -> float | None:
-    """The multiple with the least value; None where one of them was not measured."""
+    """The multiple with the least value; None if one is not measured."""
     if None in values.values():
         return None
     return min(values, key=lambda multiple: (values[multiple], multiple))
 
 
 def further(values: Mapping[float, float | None]) -> float | None:
-    """The multiple that the list goes on with, of 1, 3, 10, 30 and so on; None where the best is not at an end."""
+    """The next multiple of 1, 3, 10, 30, … to extend the list with; None if the best is not at an end."""
     chosen = best(values)
     if chosen == max(values):
         return _steps(chosen, up=True)
@@ -75,21 +76,21 @@ def _steps(multiple: float, up: bool) -> float:
 
 
 def choices(rates: Sweep) -> dict[str, float]:
-    """The multiple of every method that has one: the least value, neither the first nor the last of its list."""
+    """The best multiple of every method that has a choice: not the first and not the last of its list."""
     return {method: best(values) for method, values in rates.items() if best(values) and not further(values)}
 
 
 def wrong(rates: Sweep, chosen: Iterable[str]) -> list[str]:
-    """The chosen rows that are not the best of their list, inside it, by what was measured."""
+    """The chosen rows that are not the best of their list, or at its end."""
     right = {label(*choice) for choice in choices(rates).items()}
     return [row for row in chosen if row not in right]
 
 
 def rewrite(spec: Path, rates: Sweep) -> list[str]:
-    """Name the choices in a spec, and put the next multiple behind every list whose best is at an end.
+    """Write the choices into a spec, and add the next multiple to every list whose best is at an end.
 
     Returns:
-        The rows that are new; they have to be run.
+        The added rows, which have to be run.
     """
     text = spec.read_text(encoding="utf-8")
     new = []
@@ -105,7 +106,7 @@ def rewrite(spec: Path, rates: Sweep) -> list[str]:
 
 
 def _with_row(text: str, method: str, multiple: float, end: float) -> str:
-    """The text of a spec with a row behind the one at an end of a method's list, its rates those of x 10 rescaled."""
+    """The text of a spec with a new row after the end of a method's list; its rates are those of x 10, rescaled."""
     lines = text.split("\n")
     starts = {value: f'  "{label(method, value)}": ' for value in (10, end)}
     model = next(line for line in lines if line.startswith(starts[10])).removeprefix(starts[10])

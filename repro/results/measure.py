@@ -24,42 +24,42 @@ NO_BETTER = "full precision is not better than the fewest bits by more than its 
 
 
 def measured(flow: Workflow, cells: Iterable[Cell]) -> dict[CellKey, Measured]:
-    """Every cell by its key, in order, with its measurement and all that verdict, table, figure and page take of it.
+    """Every cell by its key, in order, with its measurement and all that verdicts, tables, figures and pages need.
 
-    A cell is stored when an accepted measurement of it, or of the same declared inputs in another table, stands; else
-    fresh when it was measured here; else it carries the status that says why there is none. Where a workflow is to
-    measure everything itself, what was measured here comes first.
+    A cell is stored if an accepted measurement of it, or of the same declared inputs in another table, still stands;
+    else fresh if it was measured here; else its status says why there is no measurement. For a workflow that measures
+    everything itself, what was measured here comes first.
     """
     return {cell.cell_key: one_measured(flow, cell) for cell in cells}
 
 
 def one_measured(flow: Workflow, cell: Cell) -> Measured:
-    """One cell likewise."""
+    """As `measured`, of one cell."""
     return flow.once(("cell", *cell.identity), lambda: _with_full(flow, cell, _judged_by_table(flow, cell)))
 
 
-def one(flow: Workflow, cell: Cell) -> Measurement:
+def measurement_of(flow: Workflow, cell: Cell) -> Measurement:
     """The measurement of one cell."""
     return one_measured(flow, cell).measurement
 
 
-def _with_full(flow: Workflow, cell: Cell, one: Measured) -> Measured:
-    """A cell with full precision, where its metric compares with it and both are measured on the same units."""
-    m = one.measurement
+def _with_full(flow: Workflow, cell: Cell, compressed: Measured) -> Measured:
+    """Add full precision to a cell if its metric compares with it and both are measured on the same units."""
+    m = compressed.measurement
     if m.status not in MEASURED or not metric_of(cell).against:
-        return one
+        return compressed
     full = _full_precision(flow, cell)
     if cell.recipe == full.recipe:
-        return one
+        return compressed
     reference = _own(flow, full) if m.source in FRESH else one_measured(flow, full)
     same_units = (reference.measurement.source in FRESH) == (m.source in FRESH)
     if reference.measurement.status not in MEASURED or not same_units:
-        return one
-    return replace(one, full=reference)
+        return compressed
+    return replace(compressed, full=reference)
 
 
 def _full_precision(flow: Workflow, cell: Cell) -> Cell:
-    """The row of full precision in the cell's own table where it has one, else the same measure of no step."""
+    """The full-precision cell to compare with: of the cell's own table if it has one, else the same measure."""
     full = flow.full_precision(cell)
     for peer in flow.peers(cell):
         if peer.recipe == full.recipe:
@@ -68,7 +68,7 @@ def _full_precision(flow: Workflow, cell: Cell) -> Cell:
 
 
 def _judged_by_table(flow: Workflow, cell: Cell) -> Measured:
-    """A cell, at chance where full precision is no better than the fewest bits of its table."""
+    """A cell; it is at chance if full precision is no better than the fewest bits of its table."""
     by_itself = _by_itself(flow, cell)
     if by_itself.measurement.status == "ok" and _at_chance(flow, cell):
         return by_itself.marked(status="at_chance", note=NO_BETTER)
@@ -76,7 +76,7 @@ def _judged_by_table(flow: Workflow, cell: Cell) -> Measured:
 
 
 def _at_chance(flow: Workflow, cell: Cell) -> bool:
-    """Whether the task of a cell does not tell full precision from the fewest bits of its table."""
+    """Whether a cell's task cannot tell full precision from the fewest bits of its table."""
     fewest_bits = metric_of(cell).fewest_bits
     if fewest_bits is None:
         return False
@@ -84,9 +84,9 @@ def _at_chance(flow: Workflow, cell: Cell) -> bool:
     if fewest is None:
         return False
     quantities = {}
-    for name, other in (("f", _full_precision(flow, cell)), ("l", fewest)):
-        one = _by_itself(flow, other)
-        quantities[name] = one.quantity if one.measurement.status in MEASURED else None
+    for name, compared in (("f", _full_precision(flow, cell)), ("l", fewest)):
+        by_itself = _by_itself(flow, compared)
+        quantities[name] = by_itself.quantity if by_itself.measurement.status in MEASURED else None
     if None in quantities.values():
         return False
     gain = compose("f - l", quantities).interval()
@@ -94,12 +94,12 @@ def _at_chance(flow: Workflow, cell: Cell) -> bool:
 
 
 def _by_itself(flow: Workflow, cell: Cell) -> Measured:
-    """A cell's measurement, whatever those of other rows are."""
+    """A cell's measurement, regardless of other rows."""
     return flow.once(("cell by itself", *cell.identity), lambda: _computed(flow, cell))
 
 
 def _computed(flow: Workflow, cell: Cell) -> Measured:
-    """The same, computed."""
+    """As `_by_itself`, without the cache."""
     blank = _blank(flow, cell)
     if flow.is_external(cell):
         return external(flow, cell)
@@ -109,7 +109,10 @@ def _computed(flow: Workflow, cell: Cell) -> Measured:
         return Measured(cell, arithmetic(cell, blank) or replace(blank, status=status), wants=wants)
     if not flow.is_measured(cell):
         return Measured(cell, blank, wants="spec")
-    if flow.waits_for_baseline(cell) and (full := one(flow, flow.full_precision(cell))).status == "at_chance":
+    if (
+        flow.waits_for_baseline(cell)
+        and (full := measurement_of(flow, flow.full_precision(cell))).status == "at_chance"
+    ):
         facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
         facts |= {"status": "at_chance", "recipe": cell.recipe, "note": "full precision is at chance; not run"}
         return Measured(cell, replace(blank, **facts))
@@ -124,23 +127,23 @@ def _computed(flow: Workflow, cell: Cell) -> Measured:
         stored = stored_rows.find(flow, cell)
         if stored and stored.measurement.status != "stale":
             return stored
-        own = _own(flow, cell)
-        return own if own.measurement.source or not stored else stored
-    own = _own(flow, cell)
-    return own if own.measurement.source else stored_rows.find(flow, cell) or own
+        built_here = _own(flow, cell)
+        return built_here if built_here.measurement.source or not stored else stored
+    built_here = _own(flow, cell)
+    return built_here if built_here.measurement.source else stored_rows.find(flow, cell) or built_here
 
 
 def _own(flow: Workflow, cell: Cell) -> Measured:
-    """A cell as it was measured here; `partial` where that was on its first windows or items, or with one seed."""
+    """A cell as it was measured here; `partial` if on its first windows or items only, or with one seed of several."""
     if flow.stored_only:
         note = f"scale {flow.scale.name} takes it from accepted results, and there is none"
         return Measured(cell, replace(_blank(flow, cell), note=note))
     if not flow.stored_first:
         return _fresh(flow, cell)
-    here = _fresh(flow.brief, cell)
-    if here.measurement.source and here.measurement.inputs != stored_rows.declared(flow, cell)["inputs"]:
-        return here.marked(source="partial")
-    return here
+    of_build = _fresh(flow.brief, cell)
+    if of_build.measurement.source and of_build.measurement.inputs != stored_rows.declared(flow, cell)["inputs"]:
+        return of_build.marked(source="partial")
+    return of_build
 
 
 def _fresh(flow: Workflow, cell: Cell) -> Measured:
@@ -149,7 +152,11 @@ def _fresh(flow: Workflow, cell: Cell) -> Measured:
 
 
 def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
-    """A cell by arithmetic on public shapes: one without stand-in, or of a kind that always is, where it can be."""
+    """The measurement of a cell by arithmetic on its model's public shape; None if its metric has none.
+
+    Args:
+        blank: the measurement without a value.
+    """
     shape = scale.shape(cell.model)
     if not (cell.recipe and shape):
         return None
@@ -159,17 +166,17 @@ def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
 
 
 def external(flow: Workflow, cell: Cell) -> Measured:
-    """A cell from results of its metric's own, such as kernel times; the geometric mean of several numbers."""
-    own, operands = flow.quantity(cell), flow.operands(cell)
+    """A cell from files of its metric's own, such as kernel times; of several numbers their geometric mean."""
+    quantity, operands = flow.quantity(cell), flow.operands(cell)
     first = next(iter(operands.values()), cell)
     metric = metric_of(first)
-    if own is None:
+    if quantity is None:
         note = metric.absent() or "no such time is accepted or built here"
         return Measured(cell, replace(_blank(flow, cell), note=note), external=True)
-    shown = compose("geomean(x)", {"x": own}) if not operands and metric.several() else own
+    displayed = compose("geomean(x)", {"x": quantity}) if not operands and metric.several() else quantity
     facts = metric.origin([operand.params for operand in operands.values()] or [cell.params])
-    m = replace(_blank(flow, cell), grade="B", **stored_rows.numbers(shown.interval()) | facts)
-    return Measured(cell, m, lambda: own, external=True)
+    m = replace(_blank(flow, cell), grade="B", **stored_rows.numbers(displayed.interval()) | facts)
+    return Measured(cell, m, lambda: quantity, external=True)
 
 
 def cell_of(flow: Workflow, row: Measurement) -> Cell:
@@ -180,17 +187,21 @@ def cell_of(flow: Workflow, row: Measurement) -> Cell:
     """
     if row.kind not in ("table", "figure"):
         raise unknown("kind of result", row.kind, ("table", "figure"))
-    given = tables.split(row.table) if row.kind == "table" else figures.split(row.table)
-    for whole in flow.cells(*given, row.kind):
-        of_it = row.cell_key[:3] == whole.cell_key[:3] and row.metric.startswith(f"{whole.metric}: ")
-        for cell in [whole, *(flow.operands(whole).values() if of_it else ())]:
-            if cell.cell_key == row.cell_key and (flow.is_measured(cell) or flow.is_external(cell)):
-                return stored_rows.as_drawn(cell, row)
+    paper, number = tables.split(row.table) if row.kind == "table" else figures.split(row.table)
+    for cell in flow.cells(paper, number, row.kind):
+        candidates = [cell]
+        is_operand = row.cell_key[:3] == cell.cell_key[:3] and row.metric.startswith(f"{cell.metric}: ")
+        if is_operand:
+            candidates += flow.operands(cell).values()
+        for candidate in candidates:
+            is_measured = flow.is_measured(candidate) or flow.is_external(candidate)
+            if candidate.cell_key == row.cell_key and is_measured:
+                return stored_rows.with_seeds_of(candidate, row)
     raise UserError(f"{row.table} has no cell {' / '.join(row.cell_key)} that scale {flow.scale.name} measures")
 
 
-def asked(flow: Workflow, row: Measurement) -> Cell | None:
-    """The cell of an accepted row; None where the row has outlived its spec."""
+def cell_if_specified(flow: Workflow, row: Measurement) -> Cell | None:
+    """The cell of an accepted row; None if no spec has it any more."""
     try:
         return cell_of(flow, row)
     except UserError:
@@ -198,13 +209,13 @@ def asked(flow: Workflow, row: Measurement) -> Cell | None:
 
 
 def jobs_behind(flow: Workflow, cell: Cell) -> list[Job]:
-    """The jobs of a cell; where full precision decides its status (`at_chance`), the jobs of that too."""
-    more = stored_rows.jobs(flow, flow.full_precision(cell)) if metric_of(cell).status else []
-    return stored_rows.jobs(flow, cell) + more
+    """The jobs of a cell, and those of full precision if that decides its status (`at_chance`)."""
+    jobs_of_full = stored_rows.jobs(flow, flow.full_precision(cell)) if metric_of(cell).status else []
+    return stored_rows.jobs(flow, cell) + jobs_of_full
 
 
 def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
-    """The jobs of cells that no accepted result stands for, with all that they need; of a cell's operands only such.
+    """The jobs, with their needs, of cells and operands for which no accepted result stands.
 
     Raises:
         UserError: results/ is damaged.
@@ -214,7 +225,7 @@ def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
         if not flow.is_measured(cell) or flow.lacking(cell):
             continue
         full = flow.full_precision(cell)
-        if flow.waits_for_baseline(cell) and one(flow, full).status != "ok":
+        if flow.waits_for_baseline(cell) and measurement_of(flow, full).status != "ok":
             cell = full
         if not stored_rows.stands(flow, cell):
             operands = [operand for operand in flow.operands(cell).values() if not stored_rows.stands(flow, operand)]
@@ -224,9 +235,9 @@ def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
 
 
 def fresh_operands(flow: Workflow, cells: Iterable[Cell]) -> list[Measurement]:
-    """The operands built here of cells whose other operands are not, such as those that `missing` leaves out.
+    """The operands that are built here of cells whose other operands are not, such as those that `missing` leaves out.
 
-    Each has a cell key of its own, so that it can be accepted beside what is accepted of the others.
+    Each has a cell key of its own, so it can be accepted next to the other operands' accepted rows.
 
     Raises:
         UserError: as `built`.
@@ -247,7 +258,7 @@ def _blank(flow: Workflow, cell: Cell) -> Measurement:
 
 
 def fresh(flow: Workflow, cell: Cell) -> Measurement:
-    """A cell from the files that its jobs built here; stale if they were built under other versions than today's.
+    """The measurement of a cell from the files of its jobs; stale if they were built under other versions than today's.
 
     Raises:
         UserError: as `built`.
@@ -261,21 +272,23 @@ def fresh(flow: Workflow, cell: Cell) -> Measurement:
 
 
 def built(flow: Workflow, cell: Cell) -> Measurement:
-    """A cell from the files of its jobs, with the versions that made them; its `source` is empty without files.
+    """The measurement of a cell from the files of its jobs, with the versions that made them.
+
+    Its `source` is empty if files are missing.
 
     Raises:
         UserError: damaged files, those of another job, or jobs that were built under different versions.
     """
-    made = stored_rows.jobs(flow, cell)
-    origins = [runner.origin(job) for job in made]
+    jobs = stored_rows.jobs(flow, cell)
+    origins = [runner.origin(job) for job in jobs]
     try:
-        for need in distinct(made):
-            runner.check(need.folder)
+        for job in distinct(jobs):
+            runner.check(job.folder)
         quantity = flow.quantity(cell)
     except NotMeasurable as refused:
         if flow.operands(cell) and not all(origins):
             return replace(_blank(flow, cell), note="not all of its operands are built")
-        origins = [*filter(None, origins)] or [*filter(None, map(runner.origin, distinct(made)))]
+        origins = list(filter(None, origins)) or list(filter(None, map(runner.origin, distinct(jobs))))
         numbers: dict[str, Any] = {"status": refused.status, "note": str(refused)}
     else:
         if quantity is None or not all(origins):
@@ -293,24 +306,27 @@ def built(flow: Workflow, cell: Cell) -> Measurement:
 
 
 def made_by(flow: Workflow, cell: Cell, origins: Iterable[Mapping[str, str]]) -> dict[str, int]:
-    """The versions that made the results of jobs with these origins, with those of the metrics that read them today.
+    """The versions behind a cell: those that made its jobs' results, and today's of the metrics that read them.
+
+    Args:
+        origins: of the jobs (`runner.origin`).
 
     Raises:
-        UserError: two of them were made under different versions of the same thing.
+        UserError: two results were made under different versions of one name.
     """
-    made = versions.merged((origin["job"], origin["versions"]) for origin in origins)
-    return versions.of_metrics(flow, cell) | made
+    version_of = versions.merged((origin["job"], origin["versions"]) for origin in origins)
+    return versions.of_metrics(flow, cell) | version_of
 
 
 def _status(flow: Workflow, cell: Cell) -> str:
-    """`ok`, or what the kind says where full precision decides it."""
+    """`ok`, or the status that the metric derives from full precision."""
     decides = metric_of(cell).status
     full = flow.quantity(flow.full_precision(cell)) if decides else None
     return decides(full.seeds[0]) if full else "ok"
 
 
 def _joined(origins: Collection[Mapping[str, str]]) -> dict[str, str]:
-    """Where observations were made, several origins joined, and a hash of the files that their jobs read and made."""
+    """The joined origins of a cell's jobs, and a hash of the files that they read and made."""
     joined = {name: JOIN.join(dict.fromkeys(origin[name] for origin in origins)) for name in ORIGIN}
     files = [[origin["artifacts"], origin.get("made", "")] for origin in origins]
     return joined | {"artifacts": provenance.entry_hash({"files": files}) if files else ""}

@@ -1,6 +1,6 @@
 """A measured cell: its measurement, the quantity behind it, and full precision, which it is compared with.
 
-Whoever judges or shows a cell takes it from here, and looks for nothing in results/ or in built files.
+Code that judges or shows a cell reads it from here, and never from results/ or built files.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ class Measured:
 
     Attributes:
         measurement: value, interval, status and where it comes from.
-        load_quantity: gives the series behind the value and their expression, computed once; None where none are kept.
-        external: whether it comes from results of its metric's own, such as kernel times.
-        lacking: what is not on this machine, where the cell is not measured for it; else empty.
+        load_quantity: returns the series behind the value and their expression, cached; None if none are stored.
+        external: whether it is read from files of its metric's own, such as kernel times.
+        lacking: what this machine lacks, if that is why the cell is not measured; else empty.
         wants: what this scale lacks to measure it, `spec` or `protocol`; else empty.
-        full: full precision on the same windows or items; None where the metric compares with none, the cell is full
+        full: full precision on the same windows or items; None if the metric compares with none, the cell is full
             precision itself, or one of the two has no value.
     """
 
@@ -38,12 +38,12 @@ class Measured:
     full: "Measured | None" = None
 
     def marked(self, **changes: Any) -> "Measured":
-        """The same with other fields of its measurement, such as where it comes from."""
+        """A copy with some fields of its measurement changed, such as `source`."""
         return replace(self, measurement=replace(self.measurement, **changes))
 
     @cached_property
     def quantity(self) -> Quantity | None:
-        """What further arithmetic takes: the series, else the value alone; None without a value.
+        """The series for further arithmetic, or the value alone if there are none; None without a value.
 
         Raises:
             UserError: results/ without the stored series.
@@ -65,5 +65,5 @@ def _by_value(m: Measurement) -> Quantity | None:
         return None
     if m.lo is None and not m.n:  # a count is exact
         return constant(m.value)
-    known = Interval(m.value, m.lo, m.hi, m.n or 0, None, m.covers, ())
-    return Quantity([], lambda mean: mean["x"], known={"x": known})
+    interval = Interval(m.value, m.lo, m.hi, m.n or 0, None, m.covers, ())
+    return Quantity([], lambda mean: mean["x"], known={"x": interval})

@@ -1,17 +1,18 @@
 """Replication: what a build measures itself, and whether it agrees with what is stored.
 
-A stored cell is measured again on its first windows or items, and compared with the stored observations of the same
-units, one by one. It agrees where the mean difference of a unit is within a bound that depends on what the recipe does
-and on what a unit is. The bounds were fixed before the comparisons that they judge:
+A stored cell is measured again on its first windows or items, and compared with the stored observations unit by unit.
+It agrees if the mean difference of a unit is within a bound, which depends on what the recipe does and on what a unit
+is. The bounds were fixed before the comparisons that they judge:
 
-- What only rounds has the same weights on every device; only sums differ in their order. On two cores windows then
-  differ from an H200's by about 1e-6 nats a token, and a scale that is off by 1 % by more than 1e-3. 1e-4 is between.
-- What calibrates or trains adds up such differences: through a Cholesky factor of a Hessian, or through thousands of
-  steps. GPTQ with its whole calibration on two cores differed from an H200's by 0.0009 nats (WikiText-2) and 0.0015
-  (C4), SPEAR's whole training by 0.0004 and 0.0008. 3e-3 is twice the largest.
-- Top-1 agreement and answers are counts: one token of a thousand, or one item of a hundred, may lie at a tie.
-- Stored bits are exact, except where a training decides which layers get how much.
-- A bin's share of the weights, in percent, moves where a weight lies at the edge of a bin.
+- A recipe that only rounds gives the same weights on every device; only the order of summation differs. Windows
+- A recipe that only rounds gives the same weights on every device, and only the order of summation differs. Windows
+  measured on two cores then differ from an H200's by about 1e-6 nats a token, whereas a scale that is off by 1 %
+  changes them by more than 1e-3. The bound of 1e-4 lies between.
+  GPTQ with its whole calibration on two cores differed from an H200's by 0.0009 nats (WikiText-2) and 0.0015 (C4),
+  SPEAR's whole training by 0.0004 and 0.0008. The bound of 3e-3 is twice the largest.
+- Top-1 agreement and answers are counts: one token of a thousand, or one item of a hundred, may be a tie.
+- Stored bits are exact, unless training decides how many bits each layer gets.
+- A bin's share of the weights, in percent, changes if a weight lies at the edge of the bin.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,17 +35,11 @@ from repro.store.observations import Series
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
-COMPARED = (
-    "perplexity",
-    "zeroshot",
-    "storage",
-    "surface",
-    "histogram",
-)  # kinds whose units are the same on every machine
-OVERVIEWS = ("table2", LEADERBOARD)  # which show the cells of all tables
-OF_TEXTS = ("tokens", "compress", "perplexity")  # kinds of jobs that take seconds on the first windows of a text
+COMPARED = ("perplexity", "zeroshot", "storage", "surface", "histogram")  # metrics with the same units on all machines
+OVERVIEWS = ("table2", LEADERBOARD)  # they show the cells of all tables
+OF_TEXTS = ("tokens", "compress", "perplexity")  # jobs that take seconds on the first windows of a text
 SHARES = ("weights", "codes", "bins", "levels", "values", "groups")  # series of a histogram
-BOUNDS = {  # what a unit is: the bound for what only rounds, and for what calibrates or trains
+BOUNDS = {  # unit to the bound for recipes that only round, and for recipes that calibrate or train
     "nats": (1e-4, 3e-3),
     "tokens": (1e-3, 1e-2),
     "items": (1e-2, 5e-2),
@@ -58,11 +53,12 @@ class Replica:
     """A stored cell that was measured again here.
 
     Attributes:
-        units: how many windows, items or numbers were compared.
-        difference: the mean difference of a unit; of several series the largest.
-        bound: that for its recipe.
-        identical: whether every unit is equal to the last bit.
-        stored, here: the cell's value on these units alone.
+        units: number of windows, items or numbers that were compared.
+        difference: mean absolute difference of a unit; of several series that of the one furthest above its bound.
+        bound: the bound on `difference`.
+        identical: whether every unit is bit-identical.
+        stored: the cell's value on these units, from the stored observations.
+        here: the cell's value on these units, as measured here.
     """
 
     units: int
@@ -79,7 +75,7 @@ class Replica:
 
 
 def unit_of(name: str) -> str:
-    """What a unit of a series is, key of `BOUNDS`."""
+    """The unit of a series, a key of `BOUNDS`."""
     if name.startswith("bits/"):
         return "bits"
     if name.endswith("/correct"):
@@ -95,35 +91,40 @@ def bound(name: str, text: str) -> float:
     return BOUNDS[unit_of(name)][parsed.seeded]
 
 
-def difference(name: str, stored: np.ndarray, here: np.ndarray) -> float:
-    """The mean difference of the first units of a series; of stored bits the share of their number."""
-    first = stored[: len(here)]
-    if len(first) < len(here):
+def difference(name: str, stored: np.ndarray, again: np.ndarray) -> float:
+    """The mean absolute difference of the first units of a series; of stored bits the largest relative difference.
+
+    Infinite if fewer units are stored than were measured again.
+    """
+    first = stored[: len(again)]
+    if len(first) < len(again):
         return float("inf")
-    apart = np.abs(first - here)
+    apart = np.abs(first - again)
     if unit_of(name) == "bits":
         return float(np.max(apart / np.maximum(np.abs(first), 1e-300), initial=0.0)) if apart.any() else 0.0
     return float(np.mean(apart))
 
 
-def compare(cell: Cell, stored: dict[str, Series], here: dict[str, Series]) -> Replica:
-    """A seed's stored series with those that were measured again."""
-    names = sorted(stored.keys() & here.keys())
-    if stored.keys() != here.keys() or not names:
+def compare(cell: Cell, stored: dict[str, Series], again: dict[str, Series]) -> Replica:
+    """Compare the stored series of a seed with those that were measured again."""
+    names = sorted(stored.keys() & again.keys())
+    if stored.keys() != again.keys() or not names:
         return Replica(0, float("inf"), 0.0, False, float("nan"), float("nan"))
-    apart = {name: difference(name, stored[name].values, here[name].values) for name in names}
+    apart = {name: difference(name, stored[name].values, again[name].values) for name in names}
     worst = max(names, key=lambda name: apart[name] - bound(name, cell.recipe))
-    same = all(np.array_equal(stored[name].values[: len(here[name].values)], here[name].values) for name in names)
+    identical = all(
+        np.array_equal(stored[name].values[: len(again[name].values)], again[name].values) for name in names
+    )
     values = []
-    for side in (stored, here):
-        means = {name: side[name].values[: len(here[name].values)].mean() for name in names}
+    for series in (stored, again):
+        means = {name: series[name].values[: len(again[name].values)].mean() for name in names}
         values.append(float(metric_of(cell).value(means)))
-    units = sum(len(here[name].values) for name in names)
-    return Replica(units, apart[worst], bound(worst, cell.recipe), same, *values)
+    units = sum(len(again[name].values) for name in names)
+    return Replica(units, apart[worst], bound(worst, cell.recipe), identical, *values)
 
 
 def replica(flow: Workflow, stored: Measured) -> Replica | None:
-    """A stored cell as it was measured again here; None where that is not built, or its seed is not stored.
+    """Compare a stored cell with its measurement here; None if that is not built, or its seed is not stored.
 
     Raises:
         UserError: damaged files.
@@ -133,34 +134,35 @@ def replica(flow: Workflow, stored: Measured) -> Replica | None:
     if not jobs or not all(map(runner.done, jobs)):
         return None
     try:
-        here = flow.brief.quantity(cell)
+        again = flow.brief.quantity(cell)
     except NotMeasurable:
         return None
-    kept = stored.load_quantity()
-    if here is None or kept is None:
+    stored_quantity = stored.load_quantity()
+    if again is None or stored_quantity is None:
         return None
-    drawn = flow.brief.targets(cell)[0].seed
-    seeds = [int(seed) for seed in stored.measurement.seeds.split()] or [drawn]
-    if drawn not in seeds or len(seeds) != len(kept.seeds):
+    seed_of_build = flow.brief.targets(cell)[0].seed
+    seeds = [int(text) for text in stored.measurement.seeds.split()] or [seed_of_build]
+    if seed_of_build not in seeds or len(seeds) != len(stored_quantity.seeds):
         return None
-    return compare(cell, dict(kept.seeds[seeds.index(drawn)]), dict(here.seeds[0]))
+    return compare(cell, dict(stored_quantity.seeds[seeds.index(seed_of_build)]), dict(again.seeds[0]))
 
 
 # --- which cells ------------------------------------------------------------------------------------------------------
 
 
 def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
-    """The cells of a table or figure that a build measures itself: stored ones again, and those without a stored value.
+    """The cells of a table or figure that a build measures itself: some stored cells again, and unstored cells.
 
-    Of stored ones those that the scale names for the table; of any other table what only rounds, which takes minutes.
-    An overview over all tables measures none of them again. What trains and has no stored value takes hours, and is
-    left to `run`. A table that the scale names is one that everybody builds first: it waits for texts alone.
+    Of the stored cells it takes those that the scale names for the table (`scale.Replicate`). In any other table it
+    takes those whose recipe only rounds, which needs minutes; in an overview of all tables, none. Of the cells without
+    a stored value it leaves out those that train, which needs hours (`run` does it). In a table that the scale names,
+    which everybody builds first, it also leaves out cells that need more than texts.
     """
     return flow.once(("replicated", name), lambda: _chosen(flow, name))
 
 
 def _chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
-    """The same, computed."""
+    """As `chosen`, without the cache."""
     if flow.stored_only or not flow.stored_first:
         return [], []
     again: list[Cell] = []
@@ -169,14 +171,19 @@ def _chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
     for cell in flow.table_cells(name):
         if not _has_jobs(flow, cell):
             continue
-        made = distinct(stored_rows.jobs(flow.brief, cell))
-        if not made or data.lacking(made):
+        cell_jobs = distinct(stored_rows.jobs(flow.brief, cell))
+        if not cell_jobs or data.lacking(cell_jobs):
             continue
         if stored_rows.stands(flow, cell):
-            wanted = _named(flow, cell) if first else name not in OVERVIEWS and _only_rounds(cell)
-            if wanted and cell.measure in COMPARED:
+            if first:
+                replicated = _named(flow, cell)
+            else:
+                replicated = name not in OVERVIEWS and _only_rounds(cell)
+            if replicated and cell.measure in COMPARED:
                 again.append(cell)
-        elif not trains(made) and not (first and any(job.kind not in OF_TEXTS for job in made)):
+            continue
+        takes_long = first and any(job.kind not in OF_TEXTS for job in cell_jobs)
+        if not trains(cell_jobs) and not takes_long:
             missing.append(cell)
     return again, missing
 
@@ -184,23 +191,23 @@ def _chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
 def jobs(flow: Workflow, name: str) -> list[Job]:
     """All jobs that a build of a table or figure runs, in an order in which they can run."""
     again, missing = chosen(flow, name)
-    wanted: list[Job] = []
+    to_run: list[Job] = []
     for cell in again:
-        wanted += stored_rows.jobs(flow.brief, cell)
-    return distinct([*wanted, *flow.brief.every_job(missing)])
+        to_run += stored_rows.jobs(flow.brief, cell)
+    return distinct([*to_run, *flow.brief.every_job(missing)])
 
 
-def trains(made: Sequence[Job]) -> bool:
+def trains(cell_jobs: Sequence[Job]) -> bool:
     """Whether one of the jobs trains a model."""
-    for job in made:
-        steps = recipe.parse(job.parsed_options()["recipe"]).steps if job.parsed_options().get("recipe") else ()
-        if any(step.work is not None for step in steps):
+    for job in cell_jobs:
+        text = job.parsed_options().get("recipe")
+        if text and any(step.work is not None for step in recipe.parse(text).steps):
             return True
     return False
 
 
 def data_lacking(flow: Workflow, cell: Cell) -> str:
-    """A data file that a build's own measurement of a cell reads and that is not here; empty if all are."""
+    """A data file that is missing for a build's measurement of a cell; empty if none is."""
     return data.lacking(distinct(stored_rows.jobs(flow.brief, cell)))
 
 
@@ -209,12 +216,12 @@ def _has_jobs(flow: Workflow, cell: Cell) -> bool:
 
 
 def _only_rounds(cell: Cell) -> bool:
-    """Whether a cell's recipe rounds to nearest without a draw or a calibration."""
+    """Whether a cell's recipe only rounds: nothing is calibrated, trained or random."""
     return not recipe.parse(cell.recipe).seeded
 
 
 def _named(flow: Workflow, cell: Cell) -> bool:
-    """Whether the scale names a cell's recipe or row, and stand-in: bits, and the texts that are scored together."""
+    """Whether the scale's `replicate` names a cell: its recipe or row on its stand-in, scored on the scale's texts."""
     corpus = getattr(cell.params, "corpus", None)
     texts = {*flow.scale.corpora, *flow.scale.corpora.values()}
     if cell.measure == "zeroshot" or (corpus is not None and corpus not in texts):
@@ -228,7 +235,7 @@ def _named(flow: Workflow, cell: Cell) -> bool:
 
 
 def replicas(flow: Workflow, name: str) -> list[tuple[Measured, Replica]]:
-    """The stored cells of a table that were measured again here, each with what is stored of it.
+    """The stored cells of a table that were measured again here, each with its comparison.
 
     Raises:
         UserError: damaged files.
@@ -242,14 +249,14 @@ def replicas(flow: Workflow, name: str) -> list[tuple[Measured, Replica]]:
     return compared
 
 
-def shown(
+def changes_and_notes(
     flow: Workflow, name: str, by_key: Mapping[CellKey, Measured]
 ) -> tuple[dict[CellKey, dict[str, Any]], list[str]]:
-    """What a build's own measurements change in those of a table.
+    """What a build's own measurements change in a table.
 
     Returns:
-        By cell key the fields that are others: where a cell comes from, or why it was not measured; and what is to be
-        said below the table.
+        By cell key, the changed fields of its measurement (its source, or why it was not measured); and the notes
+        below the table.
 
     Raises:
         UserError: damaged files.
@@ -260,38 +267,38 @@ def shown(
         if replicated.agrees:
             changes[stored.cell.cell_key] = {"source": "replicated"}
         else:
-            changes[stored.cell.cell_key] = {"source": "differs", "note": _apart(replicated)}
-    for key, one in by_key.items():
-        if one.measurement.status == "not_run" and flow.stored_first and _has_jobs(flow, one.cell):
-            made = distinct(stored_rows.jobs(flow.brief, one.cell))
-            absent = data_lacking(flow, one.cell)
+            changes[stored.cell.cell_key] = {"source": "differs", "note": _difference_in_words(replicated)}
+    for key, measured in by_key.items():
+        if measured.measurement.status == "not_run" and flow.stored_first and _has_jobs(flow, measured.cell):
+            cell_jobs = distinct(stored_rows.jobs(flow.brief, measured.cell))
+            absent = data_lacking(flow, measured.cell)
             if absent:
                 note = f"set REPRO_DATA to a folder that has {absent}, which is not carried by this repository"
                 changes[key] = {"note": note}
-            elif trains(made):
+            elif trains(cell_jobs):
                 note = f"trains for long; python -m repro run {name} --missing measures it"
                 changes[key] = {"status": "too_long", "note": note}
-    return changes, said(again)
+    return changes, sentences(again)
 
 
-def said(compared: Sequence[tuple[Measured, Replica]]) -> list[str]:
-    """How many cells agree, in a sentence, and a sentence for each that does not; nothing where none was measured."""
+def sentences(compared: Sequence[tuple[Measured, Replica]]) -> list[str]:
+    """A sentence on how many cells agree, then one for each that differs; empty if none was measured again."""
     if not compared:
         return []
-    agree = sum(one.agrees for _, one in compared)
-    bits = sum(one.identical for _, one in compared)
+    agree = sum(repeated.agrees for _, repeated in compared)
+    bits = sum(repeated.identical for _, repeated in compared)
     text = f"replicated here: {agree} of {len(compared)} cells agree"
     lines = [f"{text}, {bits} of them to the last bit." if bits else f"{text}."]
-    for stored, one in compared:
+    for stored, repeated in compared:
         cell = stored.cell
-        if not one.agrees:
+        if not repeated.agrees:
             where = " | ".join(filter(None, (cell.row, cell.col, cell.model)))
-            lines.append(f"differs: {cell.table} | {where}: {_apart(one)}.")
+            lines.append(f"differs: {cell.table} | {where}: {_difference_in_words(repeated)}.")
     return lines
 
 
-def _apart(one: Replica) -> str:
+def _difference_in_words(repeated: Replica) -> str:
     return (
-        f"stored {one.stored:.6g}, here {one.here:.6g} on the same units; "
-        f"mean difference {one.difference:.2g}, bound {one.bound:.0e}"
+        f"stored {repeated.stored:.6g}, here {repeated.here:.6g} on the same units; "
+        f"mean difference {repeated.difference:.2g}, bound {repeated.bound:.0e}"
     )

@@ -1,12 +1,12 @@
 """Accepted results of a cell: its own row, one of the same declared inputs in another table, or its operands' rows.
 
 A measurement is made and accepted once, in whichever table, and every cell that declares the same inputs at the same
-scale takes it, with its interval, status, origin and staleness. Nothing less than equality of all declared inputs
-counts; one seed of a row with several stands for a cell of that seed. A cell that is arithmetic over operands
-is composed of what is accepted of them, seed by seed.
+scale uses it, with its interval, status, origin and staleness. All declared inputs must be equal; one seed of a row
+with several stands for a cell of that seed. A derived cell is composed from the accepted rows of its operands, seed by
+seed.
 
-Of several rows the first that stands is taken, else the first: the cell's own; those of equal inputs, the last by the
-folder's name first; what the operands give.
+Rows are tried in this order: the cell's own, rows of equal inputs (last folder name first), the composed one. The first
+that is not stale is used; if all are stale, the first.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,21 +33,21 @@ OF_CELL = ("paper", "kind", "number", "row", "col", "model", "metric", "printed"
 
 
 def find(flow: Workflow, cell: Cell) -> Measured | None:
-    """What is accepted of a cell, with the cell's key: the first that stands, else the first that there is.
+    """The accepted result of a cell under its own key: the first that is not stale, else the first; else None.
 
     Raises:
-        UserError: results/ is damaged, or a value is another than its observations give.
+        UserError: results/ is damaged, or a stored value differs from the one that its observations give.
     """
     return flow.once(("stored", *cell.identity), lambda: _first(chain(_own(flow, cell), _equal(flow, cell))))
 
 
 def stands(flow: Workflow, cell: Cell) -> bool:
-    """Whether an accepted result stands for a cell, or for an operand of one, which has no key of its own.
+    """Whether an accepted result stands for a cell or an operand.
 
-    No value of a row is computed for that: whoever shows it does, and is told where it does not fit.
+    No value is recomputed for that; showing the row does it, and raises if the value does not fit.
     """
     row = accepted.find(flow.scale.name, cell)
-    if row is not None and row.status != "stale" and "status" not in standing(flow, as_drawn(cell, row), row):
+    if row is not None and row.status != "stale" and "status" not in standing(flow, with_seeds_of(cell, row), row):
         return True
     if not flow.jobs(cell):
         return False
@@ -60,21 +60,21 @@ def stands(flow: Workflow, cell: Cell) -> bool:
 
 def _first(candidates: Iterable[Measured]) -> Measured | None:
     stale = None
-    for one in candidates:
-        if one.measurement.status != "stale":
-            return one
-        stale = stale or one
+    for candidate in candidates:
+        if candidate.measurement.status != "stale":
+            return candidate
+        stale = stale or candidate
     return stale
 
 
 def _own(flow: Workflow, cell: Cell) -> Iterator[Measured]:
     """The row of the cell's own key."""
     if (row := accepted.find(flow.scale.name, cell)) is not None:
-        yield _shown(flow, cell, as_drawn(cell, row), row)
+        yield _shown(flow, cell, with_seeds_of(cell, row), row)
 
 
 def _equal(flow: Workflow, cell: Cell) -> Iterator[Measured]:
-    """The rows of equal inputs under any key, then what the cell's operands give."""
+    """The rows of equal inputs under any key, then the cell composed from its operands."""
     if not flow.jobs(cell):
         return
     for row in accepted.equal(flow.scale.name, flow.inputs_hash(cell)):
@@ -84,7 +84,7 @@ def _equal(flow: Workflow, cell: Cell) -> Iterator[Measured]:
 
 
 def _operands(flow: Workflow, cell: Cell) -> dict[str, Measured]:
-    """What is accepted of each operand of a cell by name, none where one is not; an operand has no key of its own."""
+    """The accepted result of each operand of a cell by name; empty if one has none."""
     by_name = {}
     for name, operand in flow.operands(cell).items():
         if (accepted_operand := _first(_equal(flow, operand))) is None:
@@ -93,35 +93,39 @@ def _operands(flow: Workflow, cell: Cell) -> dict[str, Measured]:
     return by_name
 
 
-def _shown(flow: Workflow, cell: Cell, drawn: Cell, row: Measurement) -> Measured:
-    """A row under a cell's key, with the quantity that its value is computed from; `drawn` is as `as_drawn`."""
-    shown = replace(row, **of_cell(cell), **standing(flow, drawn, row))
-    measured = Measured(cell, shown, cache(lambda: _quantity(flow, drawn, row)))
-    return measured if shown.status == "stale" else measured.marked(**_recomputed(row, measured.load_quantity()))
+def _shown(flow: Workflow, cell: Cell, of_row: Cell, row: Measurement) -> Measured:
+    """A row under a cell's key, with the quantity from which its value is computed.
+
+    Args:
+        of_row: the cell with the row's seeds (`with_seeds_of`).
+    """
+    measurement = replace(row, **of_cell(cell), **standing(flow, of_row, row))
+    measured = Measured(cell, measurement, cache(lambda: _quantity(flow, of_row, row)))
+    return measured if measurement.status == "stale" else measured.marked(**_recomputed(row, measured.load_quantity()))
 
 
 def _quantity(flow: Workflow, cell: Cell, row: Measurement) -> Quantity | None:
-    """The quantity of a row from its accepted series; None where none are kept."""
+    """The quantity of a row from its accepted series; None if none are stored."""
     seeds = accepted.series(row)
     return flow.of_series(cell, seeds) if seeds else None
 
 
 def _composed(flow: Workflow, cell: Cell, operands: Mapping[str, Measured]) -> Measured:
-    """A cell from accepted results of its operands; stale if one of them is, without a value if one has none."""
+    """A cell composed from its operands' accepted results; stale if one of them is, without a value if one has none."""
     rows = [operand.measurement for operand in operands.values()]
     origins = {}
     for name in (*ORIGIN, "artifacts"):
         words = chain.from_iterable(getattr(m, name).split(JOIN) for m in rows)
         origins[name] = JOIN.join(dict.fromkeys(words))
-    odd = [m for m in rows if m.value is None] + [m for m in rows if m.status == "stale"]
-    facts = {"status": odd[0].status, "note": odd[0].note} if odd else {"status": "ok"}
+    unusable = [m for m in rows if m.value is None] + [m for m in rows if m.status == "stale"]
+    facts = {"status": unusable[0].status, "note": unusable[0].note} if unusable else {"status": "ok"}
     facts |= {"source": "stored", "versions": _joined_versions(cell, rows)}
     facts |= {"scale": flow.scale.name, "grade": max(m.grade for m in rows)}
-    inner = {name: operand.load_quantity() for name, operand in operands.items()}
-    composed = None if None in inner.values() else compose(cell.params.quantity, inner)  # type: ignore[arg-type]
+    quantities = {name: operand.load_quantity() for name, operand in operands.items()}
+    composed = None if None in quantities.values() else compose(cell.params.quantity, quantities)  # type: ignore[arg-type]
     numbers = values(composed) if composed else {}
-    shown = Measurement(**of_cell(cell), **facts, **declared(flow, cell), **origins, **numbers)
-    return Measured(cell, shown, lambda: composed)
+    measurement = Measurement(**of_cell(cell), **facts, **declared(flow, cell), **origins, **numbers)
+    return Measured(cell, measurement, lambda: composed)
 
 
 def _joined_versions(cell: Cell, operands: Iterable[Measurement]) -> str:
@@ -133,7 +137,7 @@ def _joined_versions(cell: Cell, operands: Iterable[Measurement]) -> str:
 
 
 def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
-    """Whether a stored cell still stands: with other declared inputs or versions it is stale."""
+    """The fields that say whether a stored row still stands; it is stale if declared inputs or versions changed."""
     stale = {"source": "stored", "status": "stale"}
     if flow.inputs_hash(cell) != old.inputs:
         return stale | {"note": "its declared inputs have changed"}
@@ -145,10 +149,10 @@ def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
 
 
 def _recomputed(old: Measurement, quantity: Quantity | None) -> dict[str, Any]:
-    """Value, interval and n of a stored cell, from its accepted observations.
+    """Value, interval and n of a stored row, recomputed from its accepted observations.
 
     Raises:
-        UserError: the stored value is not what they give.
+        UserError: the stored value differs, or there are no observations.
     """
     if quantity is None and old.status in MEASURED:
         raise UserError(f"{accepted.path_of(old)}: {old.where} has no observations, so its value is not shown")
@@ -163,18 +167,18 @@ def _recomputed(old: Measurement, quantity: Quantity | None) -> dict[str, Any]:
     return numbers(interval)
 
 
-# --- what cells and their quantities say of measurements --------------------------------------------------------------
+# --- fields of a measurement from its cell and quantity ---------------------------------------------------------------
 
 
 def of_cell(cell: Cell) -> dict[str, str]:
-    """Where a measurement of the cell stands, with what was printed there."""
+    """The fields of a measurement that come from its cell: its key, the printed value, the stand-in."""
     return {name: getattr(cell, name) for name in OF_CELL}
 
 
-def as_drawn(cell: Cell, row: Measurement) -> Cell:
-    """The cell with a row's seeds, where those are some of the seeds that its spec asks for: it stands for these."""
-    drawn = tuple(map(int, row.seeds.split()))
-    return replace(cell, seeds=drawn) if drawn and set(drawn) < set(cell.seeds) else cell
+def with_seeds_of(cell: Cell, row: Measurement) -> Cell:
+    """The cell with a row's seeds, if the row has only some of the seeds that the spec asks for."""
+    seeds = tuple(map(int, row.seeds.split()))
+    return replace(cell, seeds=seeds) if seeds and set(seeds) < set(cell.seeds) else cell
 
 
 def declared(flow: Workflow, cell: Cell) -> dict[str, str]:
@@ -185,7 +189,7 @@ def declared(flow: Workflow, cell: Cell) -> dict[str, str]:
 
 
 def numbers(interval: Interval) -> dict[str, Any]:
-    """A value with its interval."""
+    """The fields of a value with its interval."""
     return {
         "value": interval.value,
         "lo": interval.lo,
@@ -196,14 +200,14 @@ def numbers(interval: Interval) -> dict[str, Any]:
 
 
 def values(quantity: Quantity) -> dict[str, Any]:
-    """Value, interval, n and protocol of a quantity, and the digests of its series."""
+    """The fields of a quantity: value, interval, n, protocol, and digests of its series."""
     groups = {}
     for seed in quantity.seeds:
-        groups |= dict.fromkeys(one.group for one in seed.values() if one.group)
+        groups |= dict.fromkeys(series.group for series in seed.values() if series.group)
     digests = [observations.digest(seed) for seed in quantity.seeds]
     return numbers(quantity.interval()) | {"protocol": "; ".join(groups), "observations": " ".join(digests)}
 
 
 def jobs(flow: Workflow, cell: Cell) -> list[Job]:
-    """The jobs of a cell, those of all seeds."""
-    return list(chain.from_iterable(each.values() for each in flow.jobs(cell)))
+    """The jobs of all seeds of a cell."""
+    return list(chain.from_iterable(jobs_of_seed.values() for jobs_of_seed in flow.jobs(cell)))

@@ -35,9 +35,10 @@ def compare(old: Measurement, new: Measurement | None) -> str:
 
 
 def judged(flow: Workflow, old: Measurement, cell: Cell, new: Measurement) -> tuple[str, str]:
-    """As `compare`, but unit by unit and by the bounds of a build's own replication where a metric has such units.
+    """As `compare`, but unit by unit and with the bounds of `replicate` if the metric is one of its.
 
-    The second string says how that went; it is empty where there are no such units.
+    Returns:
+        The verdict, and a sentence on the units, empty if the metric has none to compare.
 
     Raises:
         UserError: results/ without the stored series.
@@ -51,17 +52,19 @@ def judged(flow: Workflow, old: Measurement, cell: Cell, new: Measurement) -> tu
     if all(seed.identical for seed in seeds):
         return "identical", f"{units} units to the last bit"
     worst = max(seeds, key=lambda seed: seed.difference - seed.bound)
-    said = f"{units} units, mean difference {worst.difference:.2g}, bound {worst.bound:.0e}"
-    return ("within" if all(seed.agrees for seed in seeds) else "differs"), said
+    comparison = f"{units} units, mean difference {worst.difference:.2g}, bound {worst.bound:.0e}"
+    return ("within" if all(seed.agrees for seed in seeds) else "differs"), comparison
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A draw among stored cells: how many, from which seed, and for how long they may be rebuilt.
+    """A random sample of stored cells.
 
     Attributes:
-        minutes: after that many no further job is started, and cells that are not rebuilt by then are left out; 0 is
-            any time. What takes least comes first.
+        cells: how many.
+        seed: of the sample.
+        minutes: start no job after that many, and leave out cells that are not rebuilt by then; 0 means no limit. Short
+            jobs come first.
     """
 
     cells: int
@@ -73,57 +76,59 @@ def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> in
     """Rebuild the stored cells of tables and figures from nothing under build/verify, and compare.
 
     Args:
-        flow: the scale whose stored cells are rebuilt, on the device that the scale names for them.
-        names: such as `spear/table1` or `spear/figure13`; none is everything stored at this scale.
-        sample: rebuild a draw of them; None is all.
+        flow: the workflow of the scale whose stored cells are rebuilt.
+        names: such as `spear/table1` or `spear/figure13`; empty means everything stored at this scale.
+        sample: rebuild a sample only; None means all.
 
     Returns:
-        1 when a cell differs, else 2 when a job failed, else 0.
+        1 if a cell differs, else 2 if a job failed, else 0.
 
     Raises:
         UserError: an unknown table, nothing stored for one, or no stored cell can be rebuilt on this machine.
     """
     rows = _stored(flow, [_name(name) for name in names])
     if sample is not None:
-        rows = drawn(flow, rows, sample)
-    cells = {row.key: cell for row in rows if (cell := measure.asked(flow, row)) and flow.jobs(cell)}
-    here = {key: cell for key, cell in cells.items() if _can_run(flow, cell)}
-    if not here:
+        rows = sampled(flow, rows, sample)
+    cells = {row.key: cell for row in rows if (cell := measure.cell_if_specified(flow, row)) and flow.jobs(cell)}
+    runnable = {key: cell for key, cell in cells.items() if _can_run(flow, cell)}
+    if not runnable:
         why = "need a CUDA device, and this machine has none" if cells else "are in no spec any more"
         for cell in cells.values():
             if absent := flow.lacking(cell):
                 why = f"cannot be rebuilt: {absent}"
         raise UserError(f"verify: the stored cells of scale {flow.scale.name} {why}")
-    by_cell = {key: distinct(stored_rows.jobs(flow, cell)) for key, cell in here.items()}
+    by_cell = {key: distinct(stored_rows.jobs(flow, cell)) for key, cell in runnable.items()}
     jobs = distinct(chain.from_iterable(by_cell.values()))
     minutes = sample.minutes if sample is not None else 0.0
     failed = pool.rebuild(jobs, FOLDER, minutes, _lightest_first(by_cell)) > 0
     with built_under(FOLDER):
         if failed and minutes:
             failed = any(job.folder.is_dir() and not runner.done(job) for job in jobs)  # one that was begun
-            here = {key: cell for key, cell in here.items() if all(map(runner.done, by_cell[key]))}
-            rows = [row for row in rows if row.key in here]
-            print(f"{len(here)} of {len(by_cell)} cells were rebuilt in {minutes:g} minutes")
-        new = {key: measure.fresh(flow, cell) for key, cell in here.items()}
-        outcomes = {row.key: judged(flow, row, here[row.key], new[row.key]) for row in rows if row.key in here}
+            runnable = {key: cell for key, cell in runnable.items() if all(map(runner.done, by_cell[key]))}
+            rows = [row for row in rows if row.key in runnable]
+            print(f"{len(runnable)} of {len(by_cell)} cells were rebuilt in {minutes:g} minutes")
+        new = {key: measure.fresh(flow, cell) for key, cell in runnable.items()}
+        outcomes = {row.key: judged(flow, row, runnable[row.key], new[row.key]) for row in rows if row.key in runnable}
     verdicts: Counter[str] = Counter()
     for row in rows:
         fresh, cell = new.get(row.key), cells.get(row.key)
-        verdict, said = outcomes.get(row.key, ("absent", ""))
+        verdict, comparison = outcomes.get(row.key, ("absent", ""))
         verdicts[verdict] += 1
-        words = [f"stored {_shown(row)}, now {_shown(fresh)}", said]
+        words = [f"stored {_value_text(row)}, now {_value_text(fresh)}", comparison]
         if cell is not None and flow.inputs_hash(cell) != row.inputs:
             words.append("its declared inputs have changed")
         where = f"{row.table} | {row.row} | {row.col} | {row.model} | {row.metric}"
         print(f"{verdict:10} {where}: {'; '.join(filter(None, words))}")
     print(f"{verdicts.total()} cells: " + ", ".join(f"{verdicts[word]} {word}" for word in VERDICTS))
-    return 1 if verdicts["differs"] else 2 if failed else 0
+    if verdicts["differs"]:
+        return 1
+    return 2 if failed else 0
 
 
-def drawn(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Measurement]:
-    """A draw among the stored rows that this machine can rebuild and that are compared unit by unit.
+def sampled(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Measurement]:
+    """A random sample of the stored rows that this machine can rebuild and that are compared unit by unit.
 
-    The seed decides the order; rows are taken in it, one of those with the same observations, until there are enough.
+    Rows are taken in an order that the seed decides; of rows with the same observations only the first.
 
     Raises:
         UserError: none can be taken.
@@ -134,7 +139,7 @@ def drawn(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Measu
     for row in order:
         if len(by_observations) == sample.cells:
             break
-        cell = measure.asked(flow, row)
+        cell = measure.cell_if_specified(flow, row)
         if row.observations not in by_observations and cell is not None and _compared_here(flow, cell, row):
             by_observations[row.observations] = row
     if not by_observations:
@@ -146,9 +151,9 @@ def _lightest_first(by_cell: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[st
     """By a job's id its turn (`pool.run_all`), so that the cells whose jobs weigh least are rebuilt first."""
     order = sorted(by_cell, key=lambda key: sum(map(pool.weight, by_cell[key])))
     turns: dict[str, int] = {}
-    for turn, key in enumerate(order):
+    for position, key in enumerate(order):
         for job in by_cell[key]:
-            turns.setdefault(job.id, turn)
+            turns.setdefault(job.id, position)
     return turns
 
 
@@ -183,20 +188,22 @@ def _name(text: str) -> str:
 
 
 def _stored(flow: Workflow, chosen: list[str]) -> list[Measurement]:
-    """The rows of this scale in results/, of the chosen tables and figures or of all.
+    """The rows of this scale in results/, of the chosen tables and figures; of all if none is chosen.
 
     Raises:
         UserError: there are none.
     """
     rows = [row for row in accepted.every() if row.scale == flow.scale.name]
-    if bare := [name for name in chosen if name not in {row.table for row in rows}]:
+    stored_tables = {row.table for row in rows}
+    if bare := [name for name in chosen if name not in stored_tables]:
         raise UserError(f"nothing is stored for {bare[0]} at scale {flow.scale.name}; build it and accept its .csv")
     if not rows:
         raise UserError(f"nothing is stored at scale {flow.scale.name}; build a table and accept its .csv")
     return [row for row in rows if not chosen or row.table in chosen]
 
 
-def _shown(m: Measurement | None) -> str:
+def _value_text(m: Measurement | None) -> str:
+    """A value in 7 digits, else the status; a dash if it was not rebuilt."""
     if m is None:
         return "–"
     return m.status if m.value is None else f"{m.value:.7g}"

@@ -1,10 +1,10 @@
 """Coverage of the five papers at a scale: one line per printed table and data figure, nothing left out.
 
-A table's line counts its printed cells (blanks and dashes are none), those possible at this scale (the model has a
-stand-in, and the scale has a protocol for what measures the metric, whether or not a spec asks for it yet) and those
-measured (status ok or at_chance, once each; neither rows and columns of your own count nor arithmetic on shapes). A
-figure prints no cells: its line counts measured points against those that its spec declares. What is missing is
-counted by what would have to come.
+A table's line counts three kinds of cells. Printed cells are those that are not blank or a dash. Possible cells are
+printed ones whose model has a stand-in at this scale and whose metric has a protocol, even if no spec names it yet.
+Measured cells have the status ok or at_chance; rows and columns of your own and arithmetic on shapes do not count. A
+figure prints no cells: its line counts measured points and those that its spec declares. Missing cells are counted by
+cause.
 
     fresh          at least 80 % of the possible cells are measured here
     stored         at least 80 %, stored measurements that still stand included
@@ -36,7 +36,7 @@ from repro.workflow.workflow import Workflow
 HEADER = ("paper", "kind", "number", "status", "measured", "printed")
 TABLE_STATUSES = ("fresh", "stored", "partial", "missing", "no_stand_in", "other_device")
 ORIGINS = ("fresh", "stored")
-NOTHING = ("", "-", "–", "—")  # printed where a paper has no value
+NOTHING = ("", "-", "–", "—")  # what a paper prints for no value
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Line:
     """The coverage of one table or data figure.
 
     Attributes:
-        measured: how many of its cells or points are measured, whatever their origin.
+        measured: measured cells or points of any origin.
         printed: cells of a table with a printed value; 0 for a figure.
         possible: cells that this scale can measure; of a figure the points that its spec declares.
         origins: measured cells by `fresh`, `stored`.
         grades: measured cells by grade.
-        wanted: what would have to come for the others to be measured, and for how many of them.
+        wanted: missing cells by cause, such as `a stand-in for X`.
     """
 
     paper: str
@@ -79,13 +79,13 @@ def coverage(flow: Workflow) -> list[Line]:
         for number in papers.tables(paper):
             cells = [cell for cell in flow.cells(paper, number) if cell.printed not in NOTHING]
             due = list(measure.measured(flow, cells).values())
-            lines.append(line_of(flow.scale, paper, "table", number, due, [one.cell.model for one in due]))
-        for drawn in papers.data_figures(paper):
-            parts = [n for n in (drawn.number, *drawn.parts) if figures.path_of(paper, n).is_file()]
+            lines.append(line_of(flow.scale, paper, "table", number, due, [cell.model for cell in cells]))
+        for figure in papers.data_figures(paper):
+            parts = [n for n in (figure.number, *figure.parts) if figures.path_of(paper, n).is_file()]
             due = []
             for number in parts:
                 due += measure.measured(flow, flow.cells(paper, number, "figure")).values()
-            lines.append(line_of(flow.scale, paper, "figure", drawn.number, due, _models(drawn)))
+            lines.append(line_of(flow.scale, paper, "figure", figure.number, due, _models(figure)))
     return lines
 
 
@@ -93,12 +93,13 @@ def summary(lines: Collection[Line]) -> str:
     """What is measured, in one sentence; the lines are those of one scale."""
     counts = Counter((line.kind, line.status in ("fresh", "stored")) for line in lines)
     kinds = Counter(line.kind for line in lines)
-    whole = " and ".join(f"{counts[kind, True]} of {kinds[kind]} {kind}s" for kind in ("table", "figure"))
-    cells = [sum(getattr(line, name) for line in lines if line.kind == "table") for name in ("measured", "printed")]
+    complete = " and ".join(f"{counts[kind, True]} of {kinds[kind]} {kind}s" for kind in ("table", "figure"))
+    measured_cells = sum(line.measured for line in lines if line.kind == "table")
+    printed_cells = sum(line.printed for line in lines if line.kind == "table")
     partial = sum(line.status == "partial" for line in lines)
-    rest = f", and {partial} more in part" * bool(partial)
+    in_part = f", and {partial} more in part" * bool(partial)
     scale = next(iter(lines)).scale
-    return f"{whole} measured at scale {scale}{rest} ({cells[0]:,} of {cells[1]:,} printed cells)"
+    return f"{complete} measured at scale {scale}{in_part} ({measured_cells:,} of {printed_cells:,} printed cells)"
 
 
 def to_csv(lines: Iterable[Line]) -> str:
@@ -106,7 +107,8 @@ def to_csv(lines: Iterable[Line]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(HEADER)
-    writer.writerows([getattr(line, name) for name in HEADER] for line in lines)
+    for line in lines:
+        writer.writerow([getattr(line, name) for name in HEADER])
     return out.getvalue()
 
 
@@ -116,15 +118,20 @@ def to_text(lines: Iterable[Line]) -> str:
     head = (*HEADER[:5], *ORIGINS, "possible", "printed", *GRADES)
     body = [(line.paper, line.kind, line.number, line.status, *map(str, _counts([line]))) for line in lines]
     body.append(("total", "", "", "", *map(str, _counts(lines))))
-    wide = [max(map(len, column)) for column in zip(head, *body)]
-    text = ["  ".join(_pad(cell, i, w) for i, (cell, w) in enumerate(zip(row, wide))).rstrip() for row in (head, *body)]
+    widths = [max(map(len, column)) for column in zip(head, *body)]
+    text = []
+    for row in (head, *body):
+        padded = [_pad(cell, i, width) for i, (cell, width) in enumerate(zip(row, widths))]
+        text.append("  ".join(padded).rstrip())
     for kind in ("table", "figure"):
         count = Counter(line.status for line in lines if line.kind == kind)
         text.append(f"{sum(count.values())} {kind}s: " + ", ".join(f"{count[s]} {s}" for s in TABLE_STATUSES))
     text.append("What would have to come, and for how many cells:")
-    for line in (line for line in lines if line.wanted):
-        wanted = "; ".join(f"{what} ({n})" if n else what for what, n in line.wanted.items())
-        text.append(f"  {table_name(line.paper, line.kind, line.number)}: {wanted}")
+    for line in lines:
+        if not line.wanted:
+            continue
+        causes = "; ".join(f"{cause} ({cells})" if cells else cause for cause, cells in line.wanted.items())
+        text.append(f"  {table_name(line.paper, line.kind, line.number)}: {causes}")
     return "\n".join([*text, summary(lines)]) + "\n"
 
 
@@ -136,78 +143,82 @@ def other_device(paper: str, kind: str, number: str) -> bool:
     """
     path = ROOT / "repro" / "papers" / paper / "other_devices.yaml"
     listed = load_yaml(path) if path.is_file() else {}
-    known = {"tables": papers.tables(paper), "figures": [figure.number for figure in papers.data_figures(paper)]}
+    printed = {"tables": papers.tables(paper), "figures": [figure.number for figure in papers.data_figures(paper)]}
     for name, numbers in listed.items():
-        for one in numbers:
-            if name not in known or one not in known[name]:
-                raise UserError(f"{path}: {unknown(name, one, known.get(name, ()))}")
+        for listed_number in numbers:
+            if name not in printed or listed_number not in printed[name]:
+                raise UserError(f"{path}: {unknown(name, listed_number, printed.get(name, ()))}")
     return number in listed.get(f"{kind}s", ())
 
 
-def _possible(scale: Scale, one: Measured) -> bool:
-    """Whether the cell's model has a stand-in and this scale a protocol for every kind behind its metric."""
-    cell = one.cell
-    if one.external:  # a time of a shape, which needs neither
+def _possible(scale: Scale, measured: Measured) -> bool:
+    """Whether a cell's model has a stand-in and this scale a protocol for every metric behind it."""
+    cell = measured.cell
+    if measured.external:  # a time of a shape needs neither
         return True
     if cell.model and not cell.stand_in:
         return False
     if cell.kind == "figure":
         return True
-    asked = tables.measures(cell.paper).get(cell.metric, {})
-    kinds = [part["kind"] for part in (asked, asked.get("of", {})) if "kind" in part]
+    metric_params = tables.measures(cell.paper).get(cell.metric, {})
+    kinds = [part["kind"] for part in (metric_params, metric_params.get("of", {})) if "kind" in part]
     return bool(kinds) and all(scale.protocols.get(kind, True) is not None for kind in kinds)
 
 
-def _models(drawn: papers.Figure) -> list[str]:
-    """The models that a figure names, those that have a name on the hub."""
+def _models(figure: papers.Figure) -> list[str]:
+    """The models that a figure names and that are on the hub."""
     pins, alias = hub_models()
-    names = [name.partition(" (")[0].strip() for name in re.split("[;,]", drawn.models)]
+    names = [name.partition(" (")[0].strip() for name in re.split("[;,]", figure.models)]
     return [name for name in names if name in pins or name in alias]
 
 
 def line_of(
     scale: Scale, paper: str, kind: str, number: str, due: Collection[Measured], models: Collection[str]
 ) -> Line:
-    """One line of what was looked up.
+    """The line of a table or figure.
 
     Args:
         due: the printed cells of a table, or the declared points of a figure.
-        models: what they are of.
+        models: the models of these cells, or those that the figure names.
     """
-    seen = [one.measurement for one in due if _ran(one.measurement)]
-    possible = len(due) if kind == "figure" else sum(_possible(scale, one) for one in due)
-    origins = Counter(m.source if m.source in ORIGINS else "stored" for m in seen)
-    wanted = Counter(_wanted(scale, one) for one in due if not _ran(one.measurement))
+    done = [cell.measurement for cell in due if _ran(cell.measurement)]
+    possible = len(due) if kind == "figure" else sum(_possible(scale, cell) for cell in due)
+    origins = Counter(m.source if m.source in ORIGINS else "stored" for m in done)
+    missing = Counter(_wanted(scale, cell) for cell in due if not _ran(cell.measurement))
     if not due:
-        wanted = {"a spec": 0} | {f"a stand-in for {name}": 0 for name in models if not scale.stand_in(name)}
-    if seen:
-        enough = 5 * len(seen) >= 4 * possible
-        status = "partial" if not enough else "fresh" if 5 * origins["fresh"] >= 4 * possible else "stored"
+        missing = {"a spec": 0} | {f"a stand-in for {name}": 0 for name in models if not scale.stand_in(name)}
+    if done:
+        if 5 * len(done) < 4 * possible:
+            status = "partial"
+        elif 5 * origins["fresh"] >= 4 * possible:
+            status = "fresh"
+        else:
+            status = "stored"
     elif other_device(paper, kind, number):
         status = "other_device"
-        wanted = {"the machines that it names": len(due)}
+        missing = {"the machines that it names": len(due)}
     else:
         bare = models and all(name and not scale.stand_in(name) for name in models)
         status = "no_stand_in" if bare else "missing"
     printed = len(due) if kind == "table" else 0
-    grades = Counter(m.grade for m in seen)
-    return Line(paper, kind, number, scale.name, status, len(seen), printed, possible, origins, grades, wanted)
+    grades = Counter(m.grade for m in done)
+    return Line(paper, kind, number, scale.name, status, len(done), printed, possible, origins, grades, missing)
 
 
 def _ran(m: Measurement) -> bool:
     return m.status in MEASURED and m.source != "arithmetic"
 
 
-def _wanted(scale: Scale, one: Measured) -> str:
-    """What would have to come for a cell to be measured: a stand-in, a spec, a protocol, a device, a run."""
-    cell, m = one.cell, one.measurement
-    if one.external:
+def _wanted(scale: Scale, measured: Measured) -> str:
+    """Why a cell is not measured: it lacks a stand-in, a spec, a protocol, a device or a run."""
+    cell, m = measured.cell, measured.measurement
+    if measured.external:
         return "times of python -m repro bench"
     if m.status == "no_stand_in" or m.source == "arithmetic":
         return f"a stand-in for {cell.model}"
-    if one.wants == "spec":
+    if measured.wants == "spec":
         return _wanted_of_spec(cell)
-    if one.wants == "protocol":
+    if measured.wants == "protocol":
         return f"a protocol for {cell.measure}"
     if m.status not in ("not_run", "stale"):
         return f"another outcome than {m.status}"
@@ -215,7 +226,7 @@ def _wanted(scale: Scale, one: Measured) -> str:
 
 
 def _wanted_of_spec(cell: Cell) -> str:
-    """What would have to come for a cell that no spec measures: what its metric or its column lacks, or a spec."""
+    """What a cell that no spec measures lacks: what its metric or its column says, or a spec."""
     if cell.metric in papers.unmeasured(cell.paper):
         return papers.unmeasured(cell.paper)[cell.metric]
     if cell.kind == "figure":
@@ -227,9 +238,11 @@ def _wanted_of_spec(cell: Cell) -> str:
 
 def _counts(lines: Collection[Line]) -> list[int]:
     """Sums over lines: measured, by origin, possible, printed, by grade."""
-    inner = [[line.origins.get(name, 0) for name in ORIGINS] for line in lines]
-    grades = [[line.grades.get(name, 0) for name in GRADES] for line in lines]
-    rows = [[li.measured, *o, li.possible, li.printed, *g] for li, o, g in zip(lines, inner, grades)]
+    rows = []
+    for line in lines:
+        by_origin = [line.origins.get(name, 0) for name in ORIGINS]
+        by_grade = [line.grades.get(name, 0) for name in GRADES]
+        rows.append([line.measured, *by_origin, line.possible, line.printed, *by_grade])
     return [sum(column) for column in zip(*rows)]
 
 

@@ -162,8 +162,10 @@ def verdict(claim: tables.ClaimSpec, measured: Sequence[Measured], scale: str) -
     if claim.judged_on_printed:
         return Judged(claim, cases, "", "", False, claim.judged_on_printed, scale, cells, printed)
     if {m.source for m in cells if m.status in MEASURED} == {"arithmetic"}:
-        own = PLAIN[together([case.verdict for case in cases])]
-        return Judged(claim, cases, "", "", False, f"on the public shapes of its model: {own}", scale, cells, printed)
+        plain_verdict = PLAIN[together([case.verdict for case in cases])]
+        return Judged(
+            claim, cases, "", "", False, f"on the public shapes of its model: {plain_verdict}", scale, cells, printed
+        )
     judged = [case for case in cases if case.verdict is not None]
     word = _word(claim, cases, cells)
     if not judged:
@@ -175,10 +177,10 @@ def own_numbers(claim: tables.ClaimSpec, cases: Sequence[Case]) -> str:
     """What the paper's own cells say of a claim, each known to half a unit of its last digit."""
     if any(case.printed is None for case in cases):
         return ""
-    known = rounding.cells(claim)
+    printed_cells = rounding.cells(claim)
     verdicts = []
     for keys, named in claim.case_cells():
-        cell = {name: known[key] for name, key in named.items()}
+        cell = {name: printed_cells[key] for name, key in named.items()}
         verdicts.append(_verdict(rounding.corners(claim.quantity.format(**keys), claim.holds.format(**keys), cell)))
     return OWN_NUMBERS[together(verdicts, claim.most)]
 
@@ -228,10 +230,10 @@ def _word_of_most(
     claim: tables.ClaimSpec, judged: Sequence[Case], cases: Sequence[Case], cells: Sequence[Measurement]
 ) -> str:
     """The verdict on a claim about most cases."""
-    said = together([case.verdict for case in judged], most=True)
-    if said == FAILS:
+    judgement = together([case.verdict for case in judged], most=True)
+    if judgement == FAILS:
         return direction([case for case in judged if case.verdict == FAILS], claim.neutral)
-    if said == HOLDS:
+    if judgement == HOLDS:
         return ON_STAND_INS if _grade(cells) == "C" else PLAIN[HOLDS]
     return f"{PLAIN[UNDECIDED]}, {sum(case.verdict == HOLDS for case in judged)} of {len(cases)} hold"
 
@@ -325,64 +327,64 @@ def evidence(claim: tables.ClaimSpec, measured: Sequence[Measured]) -> tuple[tup
     Raises:
         UserError: its table has no such cell.
     """
-    known: dict[CellKey, Measured] = {}
-    for one in measured:
-        known[one.cell.cell_key] = one
-        known.setdefault((*one.cell.cell_key[:3], ""), one)
+    by_key: dict[CellKey, Measured] = {}
+    for cell in measured:
+        by_key[cell.cell.cell_key] = cell
+        by_key.setdefault((*cell.cell.cell_key[:3], ""), cell)
     cases, named_cells = [], {}
     for keys, named in claim.case_cells():
         for row, col, model, metric in named.values():
-            if (row, col, model, metric) not in known:
+            if (row, col, model, metric) not in by_key:
                 where = f"{row} | {col}{' | ' * bool(metric)}{metric}"
                 raise UserError(f"claim {claim.claim}: {claim.table} has no cell {where} of {model}")
-        bound = {name: known[key] for name, key in named.items()}
-        printed = {name: papers.number(one.cell.printed) for name, one in bound.items()}
-        nats = _log_probabilities(claim, bound, known)
+        bound = {name: by_key[key] for name, key in named.items()}
+        printed = {name: papers.number(cell.cell.printed) for name, cell in bound.items()}
+        nats = _log_probabilities(claim, bound, by_key)
         bound = nats or bound
-        for one in bound.values():
-            named_cells[one.cell.cell_key] = one.measurement
-        cases.append(_case(claim, keys, printed, bound, tuple(known.values()), bool(nats)))
+        for cell in bound.values():
+            named_cells[cell.cell.cell_key] = cell.measurement
+        cases.append(_case(claim, keys, printed, bound, tuple(by_key.values()), bool(nats)))
     return tuple(cases), tuple(named_cells.values())
 
 
 def _case(
     claim: tables.ClaimSpec,
     keys: Mapping[str, object],
-    known: Mapping[str, float | None],
+    printed_numbers: Mapping[str, float | None],
     cells: Mapping[str, Measured],
     table: Sequence[Measured],
     nats: bool,
 ) -> Case:
     quantity = claim.quantity.format(**keys)
-    printed = None if None in known.values() else float(evaluate(quantity, known))
+    printed = None if None in printed_numbers.values() else float(evaluate(quantity, printed_numbers))
     if printed is not None and not np.isfinite(printed):
         raise UserError(
             f"claim {claim.claim}: {shortened(quantity)!r} of the printed cells is {printed}, not a finite number"
         )
     holds = claim.log_probability if nats else claim.holds
     case = Case(str(keys["model"]), holds.format(**keys), printed, nats=nats)
-    here = [one.measurement for one in cells.values()]
-    missing = [m for m in here if m.status not in MEASURED or (m.value is None and not m.source)]
+    measurements = [measured.measurement for measured in cells.values()]
+    missing = [m for m in measurements if m.status not in MEASURED or (m.value is None and not m.source)]
     if missing:
         return replace(case, missing=missing[0].status)
-    at_chance = "at_chance" in {m.status for m in here}
+    at_chance = "at_chance" in {m.status for m in measurements}
     if claim.log_probability and not nats and at_chance:
         return replace(case, missing="at_chance")  # equal accuracies at chance have no quotient
-    if any(m.source == "partial" and recipe.parse(m.recipe).seeded for m in here):
+    if any(m.source == "partial" and recipe.parse(m.recipe).seeded for m in measurements):
         return replace(case, missing="not_run")  # a few windows of one draw are no evidence on what is drawn
-    own = compose(quantity, {name: one.quantity for name, one in cells.items()})
+    computed = compose(quantity, {name: measured.quantity for name, measured in cells.items()})
     try:
-        interval = own.interval()
+        interval = computed.interval()
     except NotFinite:
         if not at_chance:
             raise
         return replace(case, missing="at_chance")  # no text matches any reference: both scores are 0
     marks = {"partial": "*", "arithmetic": "public shapes"}  # the latter has no stand-in
-    on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.source, "") for m in here))
+    on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.source, "") for m in measurements))
     is_exact = not interval.n and interval.lo is None  # a count
     ends = (interval.value, interval.value) if is_exact else (interval.lo, interval.hi)
     case = replace(case, measured=interval.value, lo=ends[0], hi=ends[1], df=interval.df, covers=interval.covers, on=on)
-    cross_checks = tuple(_cross_checks(claim, case, quantity, own, cells, table))
+    cross_checks = tuple(_cross_checks(claim, case, quantity, computed, cells, table))
     if at_chance:
         return replace(case, cross_checks=cross_checks, missing="at_chance")
     if _all_lost(cells.values()):
@@ -391,25 +393,25 @@ def _case(
 
 
 def _log_probabilities(
-    claim: tables.ClaimSpec, cells: Mapping[str, Measured], known: Mapping[CellKey, Measured]
+    claim: tables.ClaimSpec, cells: Mapping[str, Measured], by_key: Mapping[CellKey, Measured]
 ) -> dict[str, Measured]:
     """What is read next to the named accuracies; empty unless the claim is judged on it and each of them has one."""
     by_name = {}
-    for name, one in cells.items() if claim.log_probability else ():
-        key = (*one.cell.cell_key[:3], one.cell.metric + tables.LOG_PROBABILITY)
-        if key not in known:
+    for name, measured in cells.items() if claim.log_probability else ():
+        key = (*measured.cell.cell_key[:3], measured.cell.metric + tables.LOG_PROBABILITY)
+        if key not in by_key:
             return {}
-        by_name[name] = known[key]
+        by_name[name] = by_key[key]
     return by_name
 
 
 def _all_lost(cells: Iterable[Measured]) -> bool:
     """Whether two or more compressed models are compared in perplexity, all above `COLLAPSED` times full precision."""
     ratios = []
-    for one in cells:
-        if one.cell.unit != "ppl" or one.full is None or one.full.measurement.value is None:
+    for measured in cells:
+        if measured.cell.unit != "ppl" or measured.full is None or measured.full.measurement.value is None:
             return False
-        ratios.append(one.measurement.value / one.full.measurement.value)
+        ratios.append(measured.measurement.value / measured.full.measurement.value)
     return len(ratios) > 1 and min(ratios) > COLLAPSED
 
 
@@ -417,31 +419,42 @@ def _cross_checks(
     claim: tables.ClaimSpec,
     case: Case,
     quantity: str,
-    own: Quantity,
+    judged: Quantity,
     cells: Mapping[str, Measured],
     table: Sequence[Measured],
 ) -> Iterator[CrossCheck]:
     """The claim's cross-checks of one case: the same quantity on another column of the same rows."""
     for name, column in claim.cross_checks.items():
         operands = {}
-        for operand, one in cells.items():
-            cell = one.cell
-            same = (other for other in table if (other.cell.row, other.cell.model) == (cell.row, cell.model))
-            other = next((other for other in same if other.cell.col in (column, f"{column}, {cell.col}")), None)
-            if other is None:  # a row without a recipe
+        for operand, measured in cells.items():
+            cell = measured.cell
+            of_same_row = (
+                replacement
+                for replacement in table
+                if (replacement.cell.row, replacement.cell.model) == (cell.row, cell.model)
+            )
+            replacement = next(
+                (
+                    replacement
+                    for replacement in of_same_row
+                    if replacement.cell.col in (column, f"{column}, {cell.col}")
+                ),
+                None,
+            )
+            if replacement is None:  # a row without a recipe
                 continue
-            itself = metric_of(other.cell).itself
-            if itself is not None and other.cell.is_full_precision:
+            itself = metric_of(replacement.cell).itself
+            if itself is not None and replacement.cell.is_full_precision:
                 operands[operand] = constant(itself)
-            elif other.measurement.status in MEASURED:
-                operands[operand] = other.quantity
+            elif replacement.measurement.status in MEASURED:
+                operands[operand] = replacement.quantity
         if operands.keys() == cells.keys():
             check = compose(quantity, operands)
-            got, both = check.interval(), on_same_windows([check, own])
-            gap = compose("x - y", dict(zip("xy", both))).interval()
-            verdict = verdict_of(replace(case, measured=got.value, lo=got.lo, hi=got.hi))
+            interval, on_both = check.interval(), on_same_windows([check, judged])
+            gap = compose("x - y", dict(zip("xy", on_both))).interval()
+            verdict = verdict_of(replace(case, measured=interval.value, lo=interval.lo, hi=interval.hi))
             apart = gap.lo is not None and gap.hi is not None and not gap.lo <= 0 <= gap.hi
-            yield CrossCheck(name, got.value, got.lo, got.hi, verdict, apart)
+            yield CrossCheck(name, interval.value, interval.lo, interval.hi, verdict, apart)
 
 
 # --- what was printed -------------------------------------------------------------------------------------------------
@@ -450,17 +463,17 @@ def _cross_checks(
 def _check(claim: tables.ClaimSpec) -> None:
     """Raise unless the paper makes the claim, and the table has the columns of its cross-checks."""
     paper, number = tables.split(claim.table)
-    known = papers.claims(paper) if paper in papers.PAPERS else {}
-    if known and claim.claim.partition(" ")[0] != paper:
-        raise UserError(f"claim {shortened(claim.claim)!r}: begin with its paper, as in '{paper} {next(iter(known))}'")
+    claims = papers.claims(paper) if paper in papers.PAPERS else {}
+    if claims and claim.claim.partition(" ")[0] != paper:
+        raise UserError(f"claim {shortened(claim.claim)!r}: begin with its paper, as in '{paper} {next(iter(claims))}'")
     for item in claim.claim.split()[1:]:
         for name in item.split("-"):
-            if known and name not in known:
-                raise UserError(f"claim {claim.claim}: {unknown(f'claim of {paper}', name, known)}")
+            if claims and name not in claims:
+                raise UserError(f"claim {claim.claim}: {unknown(f'claim of {paper}', name, claims)}")
     columns = {cell.col for cell in papers.printed(paper, number)} if number.isdecimal() else set()
     for column in claim.cross_checks.values():
-        if column not in (known := columns | tables.table(paper, number).extra_columns.keys()):
-            raise UserError(f"claim {claim.claim}: cross_checks: {unknown(f'column of {claim.table}', column, known)}")
+        if column not in (claims := columns | tables.table(paper, number).extra_columns.keys()):
+            raise UserError(f"claim {claim.claim}: cross_checks: {unknown(f'column of {claim.table}', column, claims)}")
 
 
 def _why(cells: Sequence[Measurement]) -> str:

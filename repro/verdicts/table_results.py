@@ -18,11 +18,11 @@ from repro.workflow.workflow import Workflow
 
 @dataclass(frozen=True, eq=False)
 class TableResults:
-    """A table or figure as it is handed to what shows it, which looks nothing up itself.
+    """All results of a table or figure. Code that renders them looks nothing else up.
 
     Attributes:
-        paper, number, kind: which one.
-        scale: at which its cells are measured.
+        paper, number, kind: of the table or figure, as of a `Cell`.
+        scale: the scale at which its cells are measured.
         by_key: every cell, in the order of the spec.
         verdicts: on the claims of a table's spec, in its order.
     """
@@ -42,16 +42,16 @@ class TableResults:
     @property
     def cells(self) -> list[Cell]:
         """Its cells."""
-        return [one.cell for one in self.by_key.values()]
+        return [measured.cell for measured in self.by_key.values()]
 
     @property
     def measurements(self) -> list[Measurement]:
         """Their measurements."""
-        return [one.measurement for one in self.by_key.values()]
+        return [measured.measurement for measured in self.by_key.values()]
 
     def marked(self, changes: Mapping[CellKey, Mapping[str, Any]]) -> "TableResults":
-        """The same with other fields of some measurements, such as where they come from."""
-        by_key = {key: one.marked(**changes.get(key, {})) for key, one in self.by_key.items()}
+        """A copy with some fields of measurements changed, such as `source`."""
+        by_key = {key: measured.marked(**changes.get(key, {})) for key, measured in self.by_key.items()}
         return replace(self, by_key=by_key)
 
 
@@ -59,7 +59,7 @@ def looked_up(flow: Workflow, paper: str, number: str, kind: str = "table") -> T
     """Measure every cell of a table or figure.
 
     Raises:
-        UserError: unknown table or figure, damaged results, or what its spec says wrongly.
+        UserError: unknown table or figure, damaged results, or an error in its spec.
     """
     return TableResults(paper, number, kind, flow.scale, measure.measured(flow, flow.cells(paper, number, kind)))
 
@@ -71,21 +71,21 @@ def table_results(flow: Workflow, paper: str, number: str, kind: str = "table") 
         UserError: as `looked_up`.
     """
     results = looked_up(flow, paper, number, kind)
-    written = tables.table(paper, number).claims if kind == "table" else ()
-    return replace(results, verdicts=judged(flow, written))
+    claims = tables.table(paper, number).claims if kind == "table" else ()
+    return replace(results, verdicts=judged(flow, claims))
 
 
-def judged(flow: Workflow, written: Iterable[ClaimSpec]) -> list[Judged]:
+def judged(flow: Workflow, claims: Iterable[ClaimSpec]) -> list[Judged]:
     """The verdicts on claims of any tables.
 
     Raises:
         UserError: as `judging.verdict`.
     """
-    return [judge(flow, claim) for claim in written]
+    return [judge(flow, claim) for claim in claims]
 
 
 def judge(flow: Workflow, claim: ClaimSpec) -> Judged:
-    """The verdict on one claim: the cells that it names are looked up, and it is judged on these alone.
+    """The verdict on one claim, judged on the cells that it names.
 
     Raises:
         UserError: as `judging.verdict`.

@@ -159,9 +159,11 @@ def test_a_mean_of_several_sets_is_composed_of_their_cells():
     assert [part.params.prompts for part in parts.values()] == ["mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dm"]
     for part in parts.values():
         assert part.recipe == mean.recipe == "fp16" and part.params.draft == "eagle2"
-    stored = [measure.one(flow, cells[row, f"{name} tau"]).value for name in ("MT-Bench", "HumanEval", "GSM8K")]
+    stored = [
+        measure.measurement_of(flow, cells[row, f"{name} tau"]).value for name in ("MT-Bench", "HumanEval", "GSM8K")
+    ]
     three = replace(mean, params=replace(mean.params, prompts="mt-bench + humaneval + gsm8k"))
-    assert measure.one(flow, three).value == pytest.approx(sum(stored) / 3, abs=1e-9)
+    assert measure.measurement_of(flow, three).value == pytest.approx(sum(stored) / 3, abs=1e-9)
     faster = flow.operands(cells[row, "Mean speedup"])
     assert faster["a"].params == mean.params and faster["n"].params.draft == "none" and not faster["n"].params.prefetch
 
@@ -278,7 +280,7 @@ def test_the_stored_results_stand_where_a_prompt_set_is_not(monkeypatch):
     flow = Workflow(scales.load(name="pocket"), stored=True)
     cells = [c for c in flow.cells("subspec", "1") if c.row.startswith("SubSpec") and c.stand_in and c.measure]
     taus = [c for c in cells if c.measure == "acceptance" and c.col in ("MT-Bench tau", "Alpaca tau", "CNN/DM tau")]
-    result = {cell.cell_key: measure.one(flow, cell) for cell in taus}
+    result = {cell.cell_key: measure.measurement_of(flow, cell) for cell in taus}
     assert {(place[1], one.status) for place, one in result.items()} == {
         ("MT-Bench tau", "ok"),
         ("Alpaca tau", "ok"),
@@ -292,7 +294,7 @@ def test_stored_texts_are_the_same_with_every_draft():
     shares = {}
     for cell in flow.cells("subspec", "1"):
         if cell.stand_in and cell.metric == "repeated 4-grams":
-            shares.setdefault(cell.params.temperature, []).append(measure.one(flow, cell).value)
+            shares.setdefault(cell.params.temperature, []).append(measure.measurement_of(flow, cell).value)
     assert {temperature: len(values) for temperature, values in shares.items()} == {0.0: 4, 0.6: 4}
     assert all(len(set(values)) == 1 for values in shares.values())
 

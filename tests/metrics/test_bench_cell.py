@@ -33,7 +33,7 @@ def files(tmp_path, monkeypatch):
 def shown(table):
     """Row and metric to the measurement of a table."""
     flow = Workflow(scales.load(name="pocket"))
-    return {(c.row, c.metric): measure.one(flow, c) for c in flow.cells(*table)}
+    return {(c.row, c.metric): measure.measurement_of(flow, c) for c in flow.cells(*table)}
 
 
 def verdict(table):
@@ -133,7 +133,7 @@ def test_sparse_products_and_their_lists_are_judged(files):
         added = {"norm us": 2.0, "norm with list us": 3.1, "product us": 2.0, "product with list us": 2.9}
         files("results/sparse", f"list-{k}", **{"as they arrive us": 1.0, "ordered us": 2.0}, **added)
     flow = Workflow(scales.load(name="pocket"))
-    result = {(c.row, c.col, c.metric): measure.one(flow, c) for c in flow.cells("spqt", "targets")}
+    result = {(c.row, c.col, c.metric): measure.measurement_of(flow, c) for c in flow.cells("spqt", "targets")}
     cell = result["28672 x 8192", "s 50", "over zigzag at 0.80 of P"]
     assert cell.value == pytest.approx(10 * 0.9 / 0.8 / 5) and cell.protocol == "sparse/gemv"
     assert result["28672 x 8192", "s 50", "over the better dense, list included"].value == pytest.approx(10 / 6)

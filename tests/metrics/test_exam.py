@@ -182,7 +182,7 @@ def test_ifeval_is_registered_and_says_what_is_not_here(small, monkeypatch):
     monkeypatch.setattr(accepted, "RESULTS", small / "results")  # where nothing of it is stored
     at = Workflow(scales.load(name="pocket"), stored=False)
     cell = next(c for c in at.cells("bitbybit", "5") if (c.row, c.col, c.model) == ("FP16", "Ifeval", "Qwen2.5-7B"))
-    result = measure.one(at, cell)
+    result = measure.measurement_of(at, cell)
     assert (result.status, result.note) == ("not_run", why)
     assert f"Not run: {why}." in content.remarks(table_results.table_results(at, "bitbybit", "5"))
 
@@ -290,19 +290,23 @@ def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monke
     full, low = cells()
     for wanted in (at.every_job([low]), measure.missing(at, [low])):
         assert [job.kind for job in wanted] == ["questions", "exam"], "nothing is compressed"
-    assert measure.one(at, low).status == "not_run" and at.waits_for_baseline(low) and not at.waits_for_baseline(full)
+    assert (
+        measure.measurement_of(at, low).status == "not_run"
+        and at.waits_for_baseline(low)
+        and not at.waits_for_baseline(full)
+    )
     fake(at.every_job([full, low]))
-    assert measure.one(at, full).status == status
+    assert measure.measurement_of(at, full).status == status
     kinds = [job.kind for job in at.every_job([low])]
     if status == "at_chance":
-        result = measure.one(at, low)
+        result = measure.measurement_of(at, low)
         assert (result.status, result.value, result.source) == ("at_chance", None, "") and "not run" in result.note
-        assert content.here(result) == "at chance" and measure.one_measured(at, low).against is None
+        assert content.measured_text(result) == "at chance" and measure.one_measured(at, low).against is None
         assert "compress" not in kinds and [j.kind for j in measure.missing(at, [low])] == ["questions", "exam"]
         return
-    assert "compress" in kinds and measure.one(at, low).status == "not_run"
+    assert "compress" in kinds and measure.measurement_of(at, low).status == "not_run"
     fake(at.every_job([low]))
-    assert measure.one(at, low).value == 0.25
+    assert measure.measurement_of(at, low).value == 0.25
 
 
 def test_a_claim_on_cells_that_are_spared_has_no_verdict_and_no_grade(monkeypatch):
@@ -327,7 +331,7 @@ def test_table_5_asks_for_200_items_of_four_tasks():
     assert [c.params.task for c in full] == ["gsm8k", "mathqa-4", "mmlu", "ifeval"]
     assert all(j["items"].parsed_options()["items"] == 200 for c in full for j in at.jobs(c))
     others = [c for c in at.cells("bitbybit", "5") if c.model != "Qwen2.5-7B"]
-    assert {measure.one(at, c).status for c in others} == {"no_stand_in"} and len(others) == 24
+    assert {measure.measurement_of(at, c).status for c in others} == {"no_stand_in"} and len(others) == 24
 
 
 def test_one_job_a_task_and_none_without_a_protocol():

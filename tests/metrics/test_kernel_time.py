@@ -201,14 +201,16 @@ def test_bad_params_are_sentences(params, said):
 def test_a_damaged_file_is_a_sentence(accepted, flow):
     write_text(kernel_rows.files()[0], "kernel,provider\n")
     with pytest.raises(UserError, match="its columns differ"):
-        measure.one(flow, flow.cells("kernels", "targets")[0])
+        measure.measurement_of(flow, flow.cells("kernels", "targets")[0])
 
 
 def test_cells_claims_and_figures_of_synthetic_rows(accepted, flow, tmp_path):
     cells = {(cell.row, cell.metric): cell for cell in flow.cells("kernels", "targets")}
-    result = measure.one(flow, cells["W4A16 g128 fp16, M = 1, large layers, share of the read floor", "worst layer"])
+    result = measure.measurement_of(
+        flow, cells["W4A16 g128 fp16, M = 1, large layers, share of the read floor", "worst layer"]
+    )
     assert result.value == pytest.approx(0.8, rel=1e-4) and result.grade == "B" and result.stand_in == "NVIDIA H200"
-    missing = measure.one(flow, cells["W8A8, M = 512, over cuBLAS int8", "worst layer"])
+    missing = measure.measurement_of(flow, cells["W8A8, M = 512, over cuBLAS int8", "worst layer"])
     assert missing.value is None and missing.status == "not_run" and "no such time" in missing.note
     judged = {claim.claim: table_results.judge(flow, claim) for claim in tables.table("kernels", "targets").claims}
     assert judged["kernels T4"].verdict == "holds" and judged["kernels T8"].verdict == "no verdict: not run"

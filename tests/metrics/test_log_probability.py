@@ -101,13 +101,13 @@ def test_lambada_s_is_of_its_word_and_larger_is_better(flow):
     texts, _ = shown(flow)
     assert texts["+SPEAR on RTN 4-bit pc", "LAMBADA"].endswith("; -0.100 nats")
     cells = [c for c in flow.cells("spear", "19") if c.cell_key[:2] == ("FP16", "LAMBADA")]
-    accuracy, log = (measure.one(flow, cell).value for cell in cells)
+    accuracy, log = (measure.measurement_of(flow, cell).value for cell in cells)
     assert log < 0 < accuracy
 
 
 def test_a_mean_is_that_of_five_tasks(flow):
     cells = [c for c in flow.cells("spear", "19") if c.cell_key[:2] == ("RTN 4-bit pc", "Avg")]
-    log = measure.one(flow, cells[-1])
+    log = measure.measurement_of(flow, cells[-1])
     assert log.n == 5 * ITEMS // likelihood.NEIGHBOURS and log.unit == "nats" and "boolq" not in log.protocol
 
 

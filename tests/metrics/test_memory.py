@@ -59,7 +59,7 @@ def test_later_blocks_split_more():
 def test_table_3s_memory_is_grade_d_at_every_scale(name):
     flow = Workflow(scale.load(name=name), stored=True)
     cells = [cell for cell in flow.cells("bitbybit", "3") if cell.metric == "memory_gb"]
-    result = [measure.one(flow, cell) for cell in cells]
+    result = [measure.measurement_of(flow, cell) for cell in cells]
     assert len([cell for cell in cells if cell.printed]) == 9
     if not all(cell.recipe for cell in cells):  # recipes wait for the rates that are chosen
         assert {m.status for m in result} == {"not_run"} and not tables.table("bitbybit", "rates").selected

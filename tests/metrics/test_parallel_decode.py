@@ -128,7 +128,7 @@ def test_a_shape_needs_no_stand_in_and_is_of_grade_b(tmp_path, monkeypatch):
     assert all(flow.is_measured(cell) and flow.grade(cell) == "B" for cell in cells.values())
     assert flow.grade(flow.cells("spear", "4")[0]) == "C"
     for cell in cells.values():
-        one = measure.one(flow, cell)
+        one = measure.measurement_of(flow, cell)
         assert one.status == "not_run" and one.stand_in == cell.stand_in
 
 

@@ -274,13 +274,13 @@ def test_a_quality_cell_is_at_chance_where_full_precision_is_no_better_than_the_
 
     monkeypatch.setattr(measure, "_by_itself", made)
     cells = [c for c in flow.cells("flexquant", "1") if c.model == "Vicuna-7B" and c.recipe in of]
-    result = {(c.row, c.col): measure.one(flow, c).status for c in cells}
+    result = {(c.row, c.col): measure.measurement_of(flow, c).status for c in cells}
     for row in ("Baseline-l", "FlexQuant", "FP16 (ours)", "PMPD static, 85 tokens"):
         assert result[row, "CNN/DM Rouge-L"] == result[row, "IWSLT BLEU"] == status
         assert result[row, "agreement, CNN/DM"] == result[row, "CNN/DM Bits"] == "ok"
     del of["fp16"]  # not measured yet: nothing says that it is at chance
     left = next(c for c in cells if (c.row, c.col) == ("FlexQuant", "CNN/DM Rouge-L"))
-    assert measure.one(flow, left).status == "ok"
+    assert measure.measurement_of(flow, left).status == "ok"
 
 
 def test_the_fewest_bits_are_those_of_a_static_row():

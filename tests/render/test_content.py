@@ -298,7 +298,7 @@ def test_a_recorded_cell_has_no_mark(recorded):
     flow, kept = recorded()
     m = at(flow, "GPTQ pc", "Wiki", ONE)
     assert m == dataclasses.replace(kept, source="stored") and m.status == "ok"
-    assert content.here(m).startswith(f"{content.number(m.value)} [")
+    assert content.measured_text(m).startswith(f"{content.number(m.value)} [")
     remarks = content.remarks(table_results(flow, "spear", "1"))
     assert any(f"{kept.device}, commit {kept.commit}" in remark for remark in remarks)
     assert {r[0] for r in remarks} & {*content.LEGEND} <= {"§"}
@@ -314,13 +314,13 @@ def test_a_recorded_cell_of_other_inputs_or_versions_is_stale(recorded, change, 
     flow, kept = recorded(**change)
     m = at(flow, "GPTQ pc", "Wiki", ONE)
     assert (m.status, m.source, m.value) == ("stale", "stored", kept.value) and m.note.startswith(why)
-    assert content.here(m).startswith(f"{content.number(m.value)}†")
+    assert content.measured_text(m).startswith(f"{content.number(m.value)}†")
     assert [r[0] for r in content.remarks(table_results(flow, "spear", "1"))][-1:] == ["†"]
 
 
 def test_a_stored_row_at_chance_keeps_its_mark_and_another_scale_is_not_shown(recorded):
     flow, kept = recorded(status="at_chance")
-    assert "‡" in content.here(at(flow, "GPTQ pc", "Wiki", ONE))
+    assert "‡" in content.measured_text(at(flow, "GPTQ pc", "Wiki", ONE))
     flow, kept = recorded(scale="gpu")
     assert at(flow, "GPTQ pc", "Wiki", ONE).status == "not_run"
 
@@ -334,7 +334,7 @@ def test_a_stored_row_at_chance_keeps_its_mark_and_another_scale_is_not_shown(re
      ("unsupported", "unsupported"), ("diverged", "diverged"), ("other_device", "other device")],
 )  # fmt: skip
 def test_a_status_is_shown_in_words(status, text):
-    assert content.here(Measurement("p", "table", "1", "r", "c", "m", "ppl", status=status)) == text
+    assert content.measured_text(Measurement("p", "table", "1", "r", "c", "m", "ppl", status=status)) == text
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_numbers_have_few_digits(x, text):
 )  # fmt: skip
 def test_a_ratio_has_four_digits(value, ratio, shown):
     m = Measurement("p", "table", "1", "r", "c", "m", "ppl", unit="ppl", status="ok", value=value)
-    assert content.here(m, Interval(ratio, ratio - 0.114, ratio + 0.114, 9, 8, "", {})) == shown
+    assert content.measured_text(m, Interval(ratio, ratio - 0.114, ratio + 0.114, 9, 8, "", {})) == shown
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_a_ratio_has_four_digits(value, ratio, shown):
 )  # fmt: skip
 def test_a_count_has_no_decimals(value, lo, hi, shown):
     m = Measurement("p", "table", "1", "r", "c", "m", "bpw", status="ok", value=value, lo=lo, hi=hi)
-    assert content.here(m) == shown
+    assert content.measured_text(m) == shown
 
 
 def test_devices_are_named_with_their_commits():

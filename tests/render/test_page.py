@@ -404,10 +404,10 @@ def test_what_is_stored_is_what_its_observations_say(stored, every):
     rows = accepted.every()
     assert {row.scale for row in rows} == {stored.scale.name}
     for row in rows[::every]:
-        cell = measure.asked(stored, row)
+        cell = measure.cell_if_specified(stored, row)
         if cell is None:
             continue  # its spec is gone
-        shown = measure.one(stored, cell)
+        shown = measure.measurement_of(stored, cell)
         # Else another recipe has its place by now, or fewer seeds of what is the same for every seed.
         if shown.status != "stale" and (shown.recipe, shown.seeds) == (row.recipe, row.seeds):
             assert [text(shown.value), shown.n] == [text(row.value), row.n]

@@ -39,11 +39,11 @@ def stored(house):
 
 
 def test_round_trip(house):
-    fresh = {cell.cell_key: measure.one(house.flow, cell) for cell in house.flow.cells("spear", "1")}
+    fresh = {cell.cell_key: measure.measurement_of(house.flow, cell) for cell in house.flow.cells("spear", "1")}
     assert list(accept(house.table()).values()) == [ROWS]
     flow = Workflow(house.scale, stored=True)
     for cell in flow.cells("spear", "1"):
-        old, new = fresh[cell.cell_key], measure.one(flow, cell)
+        old, new = fresh[cell.cell_key], measure.measurement_of(flow, cell)
         if old.source == "fresh":
             assert new == measure.replace(old, source="stored")  # every number, exact
             seeds = accepted.series(accepted.find("tiny", cell))
@@ -297,7 +297,7 @@ def test_a_flipped_bit_in_results_is_one_sentence(house):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
             accepted.forget()
             try:
-                assert house.stored_row().value == measure.one(house.flow, cell).value
+                assert house.stored_row().value == measure.measurement_of(house.flow, cell).value
             except UserError as error:
                 assert str(path) in str(error) and "\n" not in str(error)
         path.write_bytes(whole)
@@ -493,15 +493,15 @@ def test_what_was_measured_on_any_device_is_accepted_from_brought_folders(house,
     monkeypatch.setattr("repro.specs.scale.has_cuda", lambda: True)
     monkeypatch.setattr("repro.specs.scale.load", lambda config=None, name=None, path=None: at)
     cell = house.cell("GPTQ g128")
-    assert measure.one(Workflow(at), cell).status == "not_run", "on this GPU nothing is built"
-    brought = measure.one(Workflow(at.on("cpu"), stored=False), cell)
+    assert measure.measurement_of(Workflow(at), cell).status == "not_run", "on this GPU nothing is built"
+    brought = measure.measurement_of(Workflow(at.on("cpu"), stored=False), cell)
     assert brought.status == "ok" and brought.device_class == "cpu"
     path = house.folder / "built.csv"
     path.write_text(to_csv([brought]))
     assert list(accept(path).values()) == [1]
     shutil.rmtree(house.folder / "build")
     for flow in (Workflow(at), Workflow(at, stored=True), Workflow(at, stored=False)):
-        shown = measure.one(flow, cell)
+        shown = measure.measurement_of(flow, cell)
         assert (shown.status, shown.source, shown.value) == ("ok", "stored", brought.value)
 
 

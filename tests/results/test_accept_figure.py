@@ -85,7 +85,7 @@ def test_what_is_built_of_a_point_is_accepted_beside_what_is_stored_of_it(house,
     (row,) = [row for row in accepted.every() if row.table == NAME]
     assert row.metric == "point: s" and row.status == "ok"
     monkeypatch.setattr(runner, "origin", built_here)
-    shown = measure.one(Workflow(house.scale, stored=True), point)
+    shown = measure.measurement_of(Workflow(house.scale, stored=True), point)
     assert (shown.status, shown.source) == ("ok", "stored")
     assert (shown.value, shown.lo, shown.hi) == (whole.value, whole.lo, whole.hi)
 

@@ -43,7 +43,7 @@ def counted(monkeypatch, flow):
     count(stored_rows, "_recomputed", lambda row, quantity: row.key)
     count(Workflow, "inputs", lambda flow, cell: cell.identity)
     count(Workflow, "of_series", lambda flow, cell, seeds: cell.identity)
-    table_files.drawn(flow, TABLE)
+    table_files.sheet_and_csv(flow, TABLE)
     return counts
 
 
@@ -131,12 +131,15 @@ def test_a_rule_draws_with_a_workflow_that_remembers(monkeypatch, tmp_path, what
 
 def test_an_interval_is_resampled_once(monkeypatch):
     flow = Workflow.of_results(scale.load(name="pocket"))
-    cell = next(c for c in flow.cells("bitbybit", "1") if measure.one(flow, c).n)
+    cell = next(c for c in flow.cells("bitbybit", "1") if measure.measurement_of(flow, c).n)
     quantity = measure.one_measured(flow, cell).quantity
     first = quantity.interval()
     monkeypatch.setattr("repro.stats.statistics.interval", lambda *given: pytest.fail("again"))
     assert quantity.interval() is first
-    assert (first.value, first.lo) == (measure.one(flow, cell).value, measure.one(flow, cell).lo), "as it is shown"
+    assert (first.value, first.lo) == (
+        measure.measurement_of(flow, cell).value,
+        measure.measurement_of(flow, cell).lo,
+    ), "as it is shown"
 
 
 def test_a_listing_of_jobs_makes_each_once(monkeypatch):

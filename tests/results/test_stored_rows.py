@@ -56,7 +56,7 @@ def cell(house, row="ours", metric="wiki"):
 
 def shown(house, row="ours", metric="wiki", **scale):
     """A cell of the second table as a machine shows it that takes everything from results/."""
-    return measure.one(Workflow(replace(house.scale, **scale), stored=True), cell(house, row, metric))
+    return measure.measurement_of(Workflow(replace(house.scale, **scale), stored=True), cell(house, row, metric))
 
 
 def edit(house, name="table1", row="RTN pc", **changes):
@@ -69,7 +69,7 @@ def edit(house, name="table1", row="RTN pc", **changes):
 def accept_own(house, *rows):
     """Accept the second table's own fresh rows."""
     path = house.folder / "own.csv"
-    result = [measure.one(house.flow, one) for one in house.flow.cells("spear", NAME)]
+    result = [measure.measurement_of(house.flow, one) for one in house.flow.cells("spear", NAME)]
     path.write_text(to_csv(m for m in result if m.row in rows))
     return accept(path)
 
@@ -80,7 +80,11 @@ def accept_own(house, *rows):
 def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
     accept(asked.table())
     for row, twin in (("ours", "RTN pc"), ("drawn", "GPTQ g128"), ("full", "FP16")):
-        result, fresh, other = shown(asked, row), measure.one(asked.flow, cell(asked, row)), asked.stored_row(twin)
+        result, fresh, other = (
+            shown(asked, row),
+            measure.measurement_of(asked.flow, cell(asked, row)),
+            asked.stored_row(twin),
+        )
         assert result == replace(fresh, source="stored") and result.status == "ok" and result.note == ""
         assert result.cell_key == (row, "", MODEL, "wiki") and other.cell_key == (twin, "Wiki", MODEL, "wikitext2_ppl")
         assert here(result) == here(other)
@@ -112,7 +116,7 @@ def test_nothing_less_than_equal_inputs_counts(asked, monkeypatch):
     assert shown(asked, name="other").status == "not_run", "another scale"
     assert shown(asked, dtype="bfloat16").status == "not_run"
     another = replace(cell(asked, "drawn"), seeds=(7,))
-    assert measure.one(Workflow(asked.scale, stored=True), another).status == "not_run", "another seed"
+    assert measure.measurement_of(Workflow(asked.scale, stored=True), another).status == "not_run", "another seed"
     monkeypatch.setattr("repro.models.fingerprint", lambda name: "abcdef01")
     assert shown(asked).status == "not_run", "another model under the same name"
 
@@ -121,8 +125,8 @@ def test_nothing_less_than_equal_inputs_counts(asked, monkeypatch):
 def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, seed):
     accept(asked.table())
     one = replace(cell(asked, "drawn"), seeds=(seed,))
-    flow, fresh = Workflow(asked.scale, stored=True), measure.one(asked.flow, one)
-    result = measure.one(flow, one)
+    flow, fresh = Workflow(asked.scale, stored=True), measure.measurement_of(asked.flow, one)
+    result = measure.measurement_of(flow, one)
     assert result == replace(fresh, source="stored", artifacts=result.artifacts) and result.seeds == str(seed)
     assert result.value != asked.stored_row("GPTQ g128").value and "seeds" not in result.covers
     both = [measure.one_measured(here, one).quantity.interval() for here in (flow, asked.flow)]
@@ -202,9 +206,9 @@ def test_an_accepted_derived_cell_is_shared_as_a_whole(asked):
     assert shown(asked, "drawn", "gain").status == "ok"
     other = replace(cell(asked, "drawn", "gain"), row="again")
     flow = Workflow(asked.scale, stored=True)
-    assert measure.one(flow, other) == replace(shown(asked, "drawn", "gain"), row="again")
+    assert measure.measurement_of(flow, other) == replace(shown(asked, "drawn", "gain"), row="again")
     edit(asked, row="RTN pc", versions="perplexity=0")  # a part of it
-    assert measure.one(flow, other).status == "ok"
+    assert measure.measurement_of(flow, other).status == "ok"
 
 
 def test_a_part_that_is_built_beside_accepted_ones_is_accepted_in_a_place_of_its_own(asked, monkeypatch):
@@ -212,15 +216,15 @@ def test_a_part_that_is_built_beside_accepted_ones_is_accepted_in_a_place_of_its
     accept(asked.table(rows=["FP16", "RTN pc"]))
     built_here, left_out = runner.origin, {asked.job("FP16").id}
     monkeypatch.setattr(runner, "origin", lambda job: {} if job.id in left_out else built_here(job))
-    assert measure.one(asked.flow, cell(asked, "drawn", "gain")).status == "not_run"
+    assert measure.measurement_of(asked.flow, cell(asked, "drawn", "gain")).status == "not_run"
     rendered.build(asked.flow, f"spear/{NAME}", asked.folder)
     path = asked.folder / "spear" / f"{NAME}.csv"
     rows = {(m.row, m.metric): m for m in from_csv(path)}
     parts = {place for place in rows if ": " in place[1]}
     assert parts == {("drawn", "gain: s"), ("refused", "gain: s")}, "others are accepted, not built, or another's twice"
     accept(path)
-    twin = measure.one(asked.flow, cell(asked, "drawn"))
-    part = accepted.find(asked.scale.name, stored_rows.as_drawn(cell(asked, "drawn", "gain"), twin))
+    twin = measure.measurement_of(asked.flow, cell(asked, "drawn"))
+    part = accepted.find(asked.scale.name, stored_rows.with_seeds_of(cell(asked, "drawn", "gain"), twin))
     assert part is None, "the cell itself is not measured anew"
     monkeypatch.setattr(runner, "origin", built_here)
     fresh, result = measure.fresh(asked.flow, cell(asked, "drawn", "gain")), shown(asked, "drawn", "gain")

@@ -188,12 +188,12 @@ def stored(small, monkeypatch):
 
 def test_a_sample_is_drawn_by_its_seed(small, stored):
     def labels(seed, cells=3):
-        return [row.row for row in verify.drawn(small, stored, verify.Sample(cells, seed))]
+        return [row.row for row in verify.sampled(small, stored, verify.Sample(cells, seed))]
 
     assert labels(1) == labels(1) and len(set(labels(1))) == 3 and labels(1) == labels(1, 5)[:3]
     assert len({tuple(labels(seed)) for seed in range(8)}) > 4
     assert sorted(labels(0, 1000)) == sorted(row.row for row in stored), "all, where fewer are stored"
-    assert [row.row for row in verify.drawn(small, stored[::-1], verify.Sample(3, 1))] == labels(1)
+    assert [row.row for row in verify.sampled(small, stored[::-1], verify.Sample(3, 1))] == labels(1)
 
 
 def test_a_sample_has_what_this_machine_can_compare(small, stored, monkeypatch):
@@ -202,18 +202,18 @@ def test_a_sample_has_what_this_machine_can_compare(small, stored, monkeypatch):
     same = dataclasses.replace(stored[0], number="2")  # the same series in another table
     for rows in ([other], [bare]):
         with pytest.raises(UserError, match="of 1 stored cells none can be rebuilt and compared on this machine$"):
-            verify.drawn(small, rows, verify.Sample(1))
-    assert len(verify.drawn(small, [stored[0], same, other, bare], verify.Sample(4))) == 1
+            verify.sampled(small, rows, verify.Sample(1))
+    assert len(verify.sampled(small, [stored[0], same, other, bare], verify.Sample(4))) == 1
     monkeypatch.setattr(verify.data, "lacking", lambda jobs: "zeroshot/raw/mmlu.tar.xz")
     with pytest.raises(UserError, match="none can be rebuilt"):
-        verify.drawn(small, stored, verify.Sample(1))
+        verify.sampled(small, stored, verify.Sample(1))
 
 
 def test_a_sample_is_what_is_rebuilt_in_its_minutes(small, stored, monkeypatch, capsys):
     """The lightest cells first; one that was not begun is left out, one that failed is not forgotten."""
     sample = verify.Sample(3, 0, 5)
-    rows = verify.drawn(small, stored, sample)
-    by_cell = [jobs.distinct(stored_rows.jobs(small, measure.asked(small, row))) for row in rows]
+    rows = verify.sampled(small, stored, sample)
+    by_cell = [jobs.distinct(stored_rows.jobs(small, measure.cell_if_specified(small, row))) for row in rows]
     by_cell.sort(key=lambda made: sum(map(verify.pool.weight, made)))
     done, failed = {job.id for job in by_cell[0]}, by_cell[2][-1]
     begun, asked = list(by_cell[0]), {}
@@ -243,7 +243,7 @@ def test_only_the_sample_is_rebuilt(small, stored, monkeypatch, capsys):
     monkeypatch.setattr(accepted, "series", lambda row: [])
     monkeypatch.setattr(verify.pool, "rebuild", lambda jobs, *rest: seen.extend(jobs) or 0)
     assert verify.verify(small, [], verify.Sample(2, 3)) == 0
-    wanted = [measure.asked(small, row) for row in verify.drawn(small, stored, verify.Sample(2, 3))]
+    wanted = [measure.cell_if_specified(small, row) for row in verify.sampled(small, stored, verify.Sample(2, 3))]
     names = {job.id for job in chain.from_iterable(stored_rows.jobs(small, cell) for cell in wanted)}
     assert names <= {job.id for job in seen} and "2 cells: " in capsys.readouterr().out
 

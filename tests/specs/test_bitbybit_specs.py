@@ -76,13 +76,13 @@ def test_the_axis_of_figure_2c_is_what_the_recipe_trains_on_and_needs_no_run(at)
     assert len(asked) == 12
     for (method, share), cell in asked.items():
         divisor = {"1": 1, "1/16": 16, "1/64": 64}[share.removeprefix("share ")]
-        result = measure.one(flow, cell)
+        result = measure.measurement_of(flow, cell)
         assert (result.status, result.value) == ("ok", 6 * 8388608 / divisor), (method, share)
 
 
 def test_a_figure_names_no_device_for_what_no_device_measured(at):
     cells = at().cells("bitbybit", "2c", "figure")
-    result = [measure.one(at(), cell) for cell in cells if cell.metric == "six epochs"]
+    result = [measure.measurement_of(at(), cell) for cell in cells if cell.metric == "six epochs"]
     said = rendered._markdown("t", figures.figure("bitbybit", "2c"), result)
     assert said.endswith("Measured on nothing yet.\n")
 
@@ -205,7 +205,7 @@ def test_without_a_choice_cells_are_there_and_not_run(monkeypatch):
         cells = [
             cell for cell in flow.cells("bitbybit", name, kind) if ", x " not in cell.row
         ]  # those have rates of their own
-        assert len(cells) == count and {measure.one(flow, c).status for c in cells} == {"not_run"}
+        assert len(cells) == count and {measure.measurement_of(flow, c).status for c in cells} == {"not_run"}
     assert flow.every_job(cells) == []
 
 

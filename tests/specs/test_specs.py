@@ -105,7 +105,7 @@ def test_the_interval_covers_windows_and_seeds(write, fake):  # noqa: F811
     at = flow()
     cells = at.cells("spear", "1")
     fake(at.every_job(cells))
-    drawn, plain = (measure.one(at, cell(cells, row)) for row in ("GPTQ pc", "RTN pc"))
+    drawn, plain = (measure.measurement_of(at, cell(cells, row)) for row in ("GPTQ pc", "RTN pc"))
     assert (drawn.seeds, drawn.covers) == ("0 1 2", "windows and seeds")
     assert (plain.seeds, plain.covers) == ("", "windows only")
     jobs = [each["scores"] for each in at.jobs(cell(cells, "GPTQ pc"))]
@@ -113,7 +113,7 @@ def test_the_interval_covers_windows_and_seeds(write, fake):  # noqa: F811
     assert drawn.value == pytest.approx(np.mean(values)) and drawn.lo < drawn.value < drawn.hi
     write("tables/spear/table1.yaml", SHORT)
     at = flow()
-    one = measure.one(at, cell(at.cells("spear", "1"), "GPTQ pc"))
+    one = measure.measurement_of(at, cell(at.cells("spear", "1"), "GPTQ pc"))
     assert (one.seeds, one.covers) == ("0", "windows only") and one.value == pytest.approx(values[0])
     assert one.hi - one.lo < drawn.hi - drawn.lo, "seeds that differ widen the interval"
 
@@ -131,7 +131,7 @@ def test_a_grid_of_our_own_with_a_derived_quantity(write, fake):  # noqa: F811
         f"rtn-w{b}-pc + {s}" for b, s in product((4, 3), ("spear", "spear-gate=false"))
     }  # fmt: skip
     fake(at.every_job(cells))
-    result = {one.cell_key: measure.one(at, one) for one in cells}
+    result = {one.cell_key: measure.measurement_of(at, one) for one in cells}
     m = result["SPEAR", "bits 3", ONE, "recovered"]
     assert (m.status, m.unit, m.seeds, m.covers) == ("ok", "%", "0 1 2", "windows and seeds")
     jobs, values = at.jobs(cell(cells, "SPEAR", "bits 3", "recovered")), []
@@ -196,14 +196,14 @@ def test_a_recorded_row_with_some_of_the_seeds_stands_for_these(write, fake, mon
     write("tables/spear/table1.yaml", SHORT)
     at = flow()
     fake(at.every_job(at.cells("spear", "1")))
-    old = measure.one(at, cell(at.cells("spear", "1"), "GPTQ pc"))
+    old = measure.measurement_of(at, cell(at.cells("spear", "1"), "GPTQ pc"))
     kept = {"row": old, "series": at.quantity(cell(at.cells("spear", "1"), "GPTQ pc")).seeds}
     monkeypatch.setattr(accepted, "find", lambda scale, one: kept["row"] if one.row == "GPTQ pc" else None)
     monkeypatch.setattr(accepted, "series", lambda row: kept["series"])
     for seeds, status in (([0, 1, 2], "ok"), ([0], "ok"), ([1, 2], "stale")):
         write("tables/spear/table1.yaml", SHORT | {"seeds": seeds})
         recorded = Workflow(at.scale, stored=True)
-        result = measure.one(recorded, cell(recorded.cells("spear", "1"), "GPTQ pc"))
+        result = measure.measurement_of(recorded, cell(recorded.cells("spear", "1"), "GPTQ pc"))
         assert (result.status, result.seeds, result.value) == (status, "0", old.value), seeds
         assert measure.cell_of(recorded, old).seeds == ((0,) if 0 in seeds else tuple(seeds))
 
@@ -223,7 +223,7 @@ def test_a_row_of_a_choice_has_no_recipe_until_it_is_chosen(write):
     write("tables/spear/rates.yaml", RATES)
     recipes = {c.row: c.recipe for c in tables.cells("spear", "1") if c.model == ONE}
     assert (recipes["ours"], recipes["other"]) == ("", "rtn-w3-pc")
-    shown = measure.one(at := flow(), cell(at.cells("spear", "1"), "ours"))
+    shown = measure.measurement_of(at := flow(), cell(at.cells("spear", "1"), "ours"))
     assert (shown.status, shown.value) == ("not_run", None)
     write("tables/spear/rates.yaml", RATES | {"selected": "x 3"})
     assert {c.recipe for c in tables.cells("spear", "1") if c.row == "ours"} == {"rtn-w4-pc + spear-lr1=0.00015"}
@@ -352,7 +352,7 @@ def test_a_cell_names_its_calibration_text(write):
     assert len({job.parsed_inputs()["calibration"]["seed"] for job in drawn.values()}) == 1
     without = flow()
     asked = cell(without.cells("spear", "1"), "GPTQ pc")
-    assert without.jobs(asked) == [] and measure.one(without, asked).status == "not_run", (
+    assert without.jobs(asked) == [] and measure.measurement_of(without, asked).status == "not_run", (
         "no other text takes its place"
     )
     same = flow(calibration_texts={"c4": "tiny-wikitext"})
@@ -399,7 +399,7 @@ def test_a_figure_of_a_table_has_its_cells_and_takes_both_axes_from_them(write, 
     fake(at.every_job(cells))
     panels, _, text = rendered.draw(at, "spear/summary", [])
     assert list(panels) == [f"bits {bits}, {ONE}; here: pocket-3m" for bits in (4, 3)]
-    result = {(cell.row, cell.col, cell.metric): measure.one(at, cell) for cell in cells}
+    result = {(cell.row, cell.col, cell.metric): measure.measurement_of(at, cell) for cell in cells}
     points = panels[f"bits 3, {ONE}; here: pocket-3m"]["gate off"]
     columns = [f"bits 3, budget {budget}" for budget in (0.1, 0.2)]
     assert [p[4] for p in points] == columns
@@ -582,7 +582,7 @@ def test_accuracy_tables_have_a_recipe_in_every_printed_cell(number):
     cells = at.cells("spear", number)[: len(papers.printed("spear", number))]
     assert [c.cell_key for c in cells] == [(c.row, c.col, c.model, c.metric) for c in papers.printed("spear", number)]
     if number == "25":
-        assert {measure.one(at, c).status for c in cells} == {"no_stand_in"}
+        assert {measure.measurement_of(at, c).status for c in cells} == {"no_stand_in"}
         return
     steps = {"RTN": "rtn", "GPTQ": "gptq", "AWQ": "awq", "OmniQuant": "omniquant"}
     for c in cells:

@@ -58,7 +58,7 @@ def accepted(tmp_path, monkeypatch):
 
 
 def of(flow, name):
-    return {(c.row, c.col, c.metric): measure.one(flow, c) for c in flow.cells(*tables.split(name))}
+    return {(c.row, c.col, c.metric): measure.measurement_of(flow, c) for c in flow.cells(*tables.split(name))}
 
 
 def verdicts(flow, name):

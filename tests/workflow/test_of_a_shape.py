@@ -38,7 +38,7 @@ def test_times_of_shapes_alone_are_of_grade_b(flow, name, kind):
     for cell in cells(flow, name, kind):
         shapes = {f"shape/{one.params.shape}" for one in flow.operands(cell).values() or [cell]}
         assert {cell.stand_in} == shapes and flow.grade(cell) == "B"
-        row = measure.one(flow, cell)
+        row = measure.measurement_of(flow, cell)
         assert row.stand_in == cell.stand_in and row.status != "stale"
         assert row.value is None or row.grade == "B"
 
@@ -57,7 +57,7 @@ def test_accepted_tokens_over_a_time_of_a_shape_are_of_the_stand_in(flow):
     for cell in (mixed, alone):
         on = {name: operand.stand_in for name, operand in flow.operands(cell).items()}
         assert on == {"a": "pocket-10m", "t": "shape/Llama-3.1-8B"}
-        assert measure.one(flow, cell).status == "ok"
+        assert measure.measurement_of(flow, cell).status == "ok"
 
 
 def test_a_shape_does_not_make_up_for_a_stand_in_that_an_operand_needs(flow):
@@ -66,7 +66,7 @@ def test_a_shape_does_not_make_up_for_a_stand_in_that_an_operand_needs(flow):
     of_model = [cell for cell in cells(flow, "subspec/1") if cell.model == "Qwen2.5-32B-Instruct"]
     lacking = [cell for cell in of_model if not cell.row.startswith("None")]
     assert lacking and {cell.stand_in for cell in lacking} == {""}
-    assert {measure.one(flow, cell).status for cell in lacking} == {"no_stand_in"}
+    assert {measure.measurement_of(flow, cell).status for cell in lacking} == {"no_stand_in"}
 
 
 def test_a_table_says_what_each_model_is_measured_on(flow):
@@ -95,7 +95,7 @@ def test_a_figure_over_shapes_is_one_panel(flow):
 def test_every_stored_row_names_what_its_cell_does(flow):
     odd = []
     for row in accepted.every():
-        cell = measure.asked(flow, row) if row.scale == flow.scale.name else None
+        cell = measure.cell_if_specified(flow, row) if row.scale == flow.scale.name else None
         if cell is None or row.inputs != flow.inputs_hash(cell):  # stale for that
             continue
         if (row.stand_in, row.grade) != (cell.stand_in, flow.grade(cell)):
