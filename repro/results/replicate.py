@@ -4,10 +4,10 @@ A stored cell is measured again on its first windows or items, and compared with
 It agrees if the mean difference of a unit is within a bound, which depends on what the recipe does and on what a unit
 is. The bounds were fixed before the comparisons that they judge:
 
-- A recipe that only rounds gives the same weights on every device; only the order of summation differs. Windows
-- A recipe that only rounds gives the same weights on every device, and only the order of summation differs. Windows
-  measured on two cores then differ from an H200's by about 1e-6 nats a token, whereas a scale that is off by 1 %
-  changes them by more than 1e-3. The bound of 1e-4 lies between.
+- A recipe that only rounds gives the same weights on every device; only the order of summation differs. Windows that
+  were measured on two cores then differ from an H200's by about 1e-6 nats a token. A scale that is off by 1 % changes
+  them by more than 1e-3. The bound of 1e-4 lies between.
+- Calibration and training amplify such differences, through the Cholesky factor of a Hessian or thousands of steps.
   GPTQ with its whole calibration on two cores differed from an H200's by 0.0009 nats (WikiText-2) and 0.0015 (C4),
   SPEAR's whole training by 0.0004 and 0.0008. The bound of 3e-3 is twice the largest.
 - Top-1 agreement and answers are counts: one token of a thousand, or one item of a hundred, may be a tie.
