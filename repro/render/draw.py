@@ -23,15 +23,17 @@ def _page(flow: Workflow, name: str) -> None:
 DRAWN = {"table": table_files.build, "figure": _figure, "page": _page}
 
 
-def draw(config: str, what: str, name: str, log: str) -> None:
-    """Write the files of a table, figure or page, what is printed to the file `log`.
+def draw(config: str, kind: str, name: str, log: str) -> None:
+    """Write the files of a table, figure or page, for a Snakemake rule.
 
     Args:
         config: the scale as JSON.
-        what: of `DRAWN`.
+        kind: a key of `DRAWN`.
+        name: of the table, figure or page.
+        log: the file that gets the output.
 
     Raises:
-        SystemExit: a sentence of what failed.
+        SystemExit: it failed; the message is one sentence.
     """
-    with logged(log, f"{what}s/{name}"):
-        DRAWN[what](Workflow(scale.load(json.loads(config)), remember=True), name)
+    with logged(log, f"{kind}s/{name}"):
+        DRAWN[kind](Workflow(scale.load(json.loads(config)), remember=True), name)

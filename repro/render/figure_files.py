@@ -26,13 +26,16 @@ from repro.workflow.workflow import Workflow
 Points = list[tuple[float | str, float, float | None, float | None, str]]  # x, y, interval of y, value of `sweep`
 Panels = dict[str, dict[str, Points]]  # by model and series
 Drawn = tuple[Panels, Sequence[Measurement], str]
-TIMES = {"us", "ms"}  # units of what is no ratio
+TIMES = {"us", "ms"}  # units of values that are not ratios
 PLOTS: dict[str, Callable[..., None]] = {
-    f.__name__: f
-    for f in (
-        *(plot.lines, plot.scatter, plot.semilog, plot.loglog),
-        *(plot.surface, plot.bars, plot.roofline, plot.timeline),
-    )
+    "lines": plot.lines,
+    "scatter": plot.scatter,
+    "semilog": plot.semilog,
+    "loglog": plot.loglog,
+    "surface": plot.surface,
+    "bars": plot.bars,
+    "roofline": plot.roofline,
+    "timeline": plot.timeline,
 }
 
 
@@ -50,10 +53,13 @@ def build(flow: Workflow, name: str, out: Path = Path("figures")) -> Panels:
 
 
 def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
-    """Draw one figure into files; its points by panel and series, its measurements, and both in words.
+    """Draw one figure into files.
+
+    Returns:
+        Its points by panel and series, its measurements, and its text in Markdown.
 
     Raises:
-        UserError: no such spec, a plot that there is not, or what the spec says wrongly.
+        UserError: an unknown figure or plot, or an error in the spec.
     """
     if name == figures.LEADERBOARD:
         return _leaderboard(flow, paths)
@@ -63,21 +69,21 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
         raise UserError(f"figures/{name}.yaml: {unknown('plot', spec.plot, PLOTS)}")
     results = table_results(flow, paper, number, "figure")
     by_key = results.by_key
-    drawn: dict[str, Panels] = {}  # by what else than its last variable a table's columns vary
+    groups: dict[str, Panels] = {}  # by what else than its last variable a table's columns vary
     marked: dict[tuple[str, str], str] = {}
     across, point = spec.metrics
     named = _models_named(results.cells)
-    for one in by_key.values():
-        cell, m = one.cell, one.measurement
+    for measured in by_key.values():
+        cell, m = measured.cell, measured.measurement
         if cell.metric != point:
             continue
         group = cell.col.rpartition(", ")[0] if spec.table else ""
         panel = ", ".join(filter(None, (group, named[cell.model])))
-        at = drawn.setdefault(group, {}).setdefault(panel, {})
-        at.setdefault(cell.row, []).extend(_points(spec, one, by_key.get((*cell.cell_key[:3], across))))
+        series = groups.setdefault(group, {}).setdefault(panel, {})
+        series.setdefault(cell.row, []).extend(_points(spec, measured, by_key.get((*cell.cell_key[:3], across))))
         if m.value is not None and m.note:
             marked[cell.row, cell.col] = m.note
-    panels = dict(chain.from_iterable(of_group.items() for of_group in drawn.values()))
+    panels = dict(chain.from_iterable(of_group.items() for of_group in groups.values()))
     extra: dict[str, Any] = {}
     if spec.plot == "bars":
         extra = {"marked": marked, "ratios": not TIMES & {cell.unit for cell in results.cells}}
@@ -90,16 +96,16 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
     if spec.levels:
         levels = [m for m in results.measurements if m.metric == "level" and m.value is not None]
         extra["levels"] = {m.row: m.value for m in levels}
-    what = f"Figure {number}" if is_printed("figure", number) else number
-    at = f". Scale {flow.scale.name}" * (paper not in FOLDERS)
-    title = f"{paper}, {what}: {spec.title}{at}"
+    figure_name = f"Figure {number}" if is_printed("figure", number) else number
+    series = f". Scale {flow.scale.name}" * (paper not in FOLDERS)
+    title = f"{paper}, {figure_name}: {spec.title}{series}"
     for path in paths:
         PLOTS[spec.plot](panels, title, spec.x, spec.y, path, **extra)
     return panels, results.measurements, _markdown(title, spec, results.measurements)
 
 
 def _models_named(cells: Sequence[Cell]) -> dict[str, str]:
-    """What names the panel of each model: what it is measured on here, or that these are several shapes."""
+    """The name of each model's panel, with what the model is measured on here."""
     stand_ins: dict[str, dict[str, None]] = {}
     for cell in cells:
         stand_ins.setdefault(cell.model, {})[cell.stand_in] = None
@@ -127,9 +133,13 @@ def _leaderboard(flow: Workflow, paths: Sequence[Path]) -> Drawn:
     return panels, [], "\n".join([f"**{title}**", "", *(lines or ["Nothing is measured yet."]), ""])
 
 
-def _points(spec: FigureSpec, one: Measured, across: Measured | None) -> Points:
-    """The points of a cell: its value at x, or every unit of its series (layer, window) at its place or at `across`."""
-    cell, m = one.cell, one.measurement
+def _points(spec: FigureSpec, measured: Measured, across: Measured | None) -> Points:
+    """The points of a cell.
+
+    A point is the cell's value at the value of `sweep`; or one for each unit of its series (layer, window), at the
+    unit's number or at its value of `across`; in a figure of a table, the cell's value at that of `across`.
+    """
+    cell, m = measured.cell, measured.measurement
     if m.status not in SHOWN or m.value is None:
         return []
     if spec.table:
@@ -137,18 +147,19 @@ def _points(spec: FigureSpec, one: Measured, across: Measured | None) -> Points:
         return [(x, m.value, m.lo, m.hi, cell.col)] if x is not None else []
     if spec.points == "value":
         return [(cell.col if spec.plot == "bars" else float(cell.col), m.value, m.lo, m.hi, cell.col)]
-    heights = _each(one.quantity)
+    heights = _each(measured.quantity)
     xs = _each(across.quantity) if across else range(len(heights))
     return [(float(x), float(y), None, None, cell.col) for x, y in zip(xs, heights)]
 
 
 def _each(quantity: Quantity | None) -> Sequence[float]:
-    """The values of a cell's units: of its first series, or, without series, of what it is composed of (layers)."""
+    """The values of a cell's units: its first series, or without series the values it is composed of (layers)."""
     if quantity is None or not quantity.seeds:
         return ()
     if quantity.seeds[0]:
         return next(iter(quantity.seeds[0].values())).values
-    return np.atleast_1d(quantity.value({name: one.value for name, one in (quantity.known or {}).items()}))
+    known = {name: interval.value for name, interval in (quantity.known or {}).items()}
+    return np.atleast_1d(quantity.value(known))
 
 
 def _csv(panels: Mapping[str, Mapping[str, Points]], measurements: Sequence[Measurement]) -> str:
@@ -156,8 +167,10 @@ def _csv(panels: Mapping[str, Mapping[str, Points]], measurements: Sequence[Meas
     for panel, series in panels.items():
         for label, points in series.items():
             lines += [[panel, label, *map(text, point)] for point in points]
-    levels = [m for m in measurements if m.metric == "level"]
-    return csv_text(lines + [["", m.row, "", *map(text, (m.value, m.lo, m.hi)), "level"] for m in levels])
+    for m in measurements:
+        if m.metric == "level":
+            lines.append(["", m.row, "", text(m.value), text(m.lo), text(m.hi), "level"])
+    return csv_text(lines)
 
 
 def _markdown(title: str, spec: FigureSpec, measurements: Sequence[Measurement]) -> str:

@@ -1,7 +1,7 @@
 """A table as a LaTeX document that compiles alone and fits its page; needs texlive-latex-base and -recommended only.
 
-Widths are estimated from the characters of Computer Modern: 0 to 5 % too wide. Values of a column align at their
-decimal points: what a value lacks beside the widest of its column is set as a phantom; no package is needed for it.
+Widths are estimated from the characters of Computer Modern and are 0 to 5 % too wide. Values of a column are aligned at
+their decimal points, without a package: phantoms fill what a value lacks compared with the widest of its column.
 """
 
 import re
@@ -70,7 +70,7 @@ class Layout:
 
 
 def layout(sheet: Sheet) -> Layout:
-    """The largest readable setting in which the sheet fits its page; panels where even the smallest is too wide."""
+    """The largest readable setting in which the sheet fits its page; in panels if even the smallest is too wide."""
     tried = []
     every_grid = [align(grid) for grid in grids(sheet, short=True)]
     for landscape in (False, True):
@@ -86,25 +86,24 @@ def layout(sheet: Sheet) -> Layout:
                     return tried[-1]
     if len(tried[0].plan.panels) == 1:  # texts that take several pages in any size
         return tried[0]
-    panels = [made for made in tried if made.size == SIZES[1][0]]
-    return min(panels, key=lambda made: (len(made.plan.panels), made.landscape))
+    panels = [candidate for candidate in tried if candidate.size == SIZES[1][0]]
+    return min(panels, key=lambda candidate: (len(candidate.plan.panels), candidate.landscape))
 
 
 # --- decimal points in one line -------------------------------------------------------------------------------------
 
-GHOST = (
-    0xE000  # of Unicode's private use area: where it begins, every character of ASCII stands once more, as a phantom
-)
+# Phantoms of ASCII characters are kept in text as characters of Unicode's private use area, from this code point on.
+GHOST = 0xE000
 GHOSTS = re.compile(rf"[{chr(GHOST + 33)}-{chr(GHOST + 126)}]+")
 NUMERAL = re.compile(r"(?<![\w.])[-−+×]?(?:\d+(?:,\d{3})*)?\.?\d+(?![\w.])")
 MARK = r"[*°≠†‡§‖]+\d*"  # what may follow a number without a blank, as `*8`: on 8 windows
 
 
 def align(grid: TextGrid) -> TextGrid:
-    """The grid whose values have, column by column, as many characters on either side of each decimal point.
+    """Pad values with phantoms so that the decimal points of each column are aligned.
 
-    A value is the numbers in it with what stands between and after them; values of other shapes are aligned among
-    themselves, words and intervals on a line of their own are not.
+    Values of one shape (the text with every number replaced by 0) are aligned with each other. Words, and intervals on
+    a line of their own, are not aligned.
     """
     body = [[list(line) for line in block] for block in grid.body]
     lines = [line for line in chain.from_iterable(body) if len(line) > 1]
@@ -114,14 +113,14 @@ def align(grid: TextGrid) -> TextGrid:
             if NUMERAL.search(line[i]) and not line[i].startswith("["):
                 shape = NUMERAL.sub("0", re.sub(MARK, "", line[i]))
                 shapes.setdefault(shape, []).append(line)
-        for same in shapes.values():
-            for line, text in zip(same, _aligned([line[i] for line in same])):
+        for lines_of_shape in shapes.values():
+            for line, text in zip(lines_of_shape, _aligned([line[i] for line in lines_of_shape])):
                 line[i] = type(line[i])(text)
     return TextGrid(grid.head, body, grid.left)
 
 
 def _aligned(texts: Sequence[str]) -> list[str]:
-    """Texts of one shape, filled with phantoms so that their numbers stand below each other."""
+    """Texts of one shape, padded with phantoms so that their numbers are aligned."""
     split = [re.split(rf"({NUMERAL.pattern}(?:{MARK})?)", text) for text in texts]
     for n in range(1, len(split[0]), 2):
         pieces = []
@@ -129,7 +128,7 @@ def _aligned(texts: Sequence[str]) -> list[str]:
             number, marks = re.fullmatch(rf"(.*?)({MARK})?", parts[n]).groups()
             whole, point, decimals = number.partition(".")
             pieces.append((whole, point + decimals, marks or ""))
-        most = [max((piece[k] for piece in pieces), key=len) for k in range(3)]
+        most = [max(column, key=len) for column in zip(*pieces)]  # the longest whole part, decimals and marks
         for parts, (whole, decimals, marks) in zip(split, pieces):
             before = _ghosts(most[0][: len(most[0]) - len(whole)].replace("-", "+")) if n > 1 else ""
             after = _ghosts(most[1][len(decimals) :])
@@ -138,39 +137,39 @@ def _aligned(texts: Sequence[str]) -> list[str]:
 
 
 def _ghosts(text: str) -> str:
-    """Phantoms of a text; digits are all of one width, and marks nearly."""
+    """The phantom of a text; all digits have one width, and marks nearly one."""
     text = re.sub(r"\d", "0", text)
     return "".join(chr(GHOST + (ord(c) if ord(c) < 128 else ord("*"))) for c in text)
 
 
 def _of_ghost(c: str) -> str:
-    """The character whose phantom this one is, or nothing."""
+    """The character of a phantom; empty for any other character."""
     return chr(ord(c) - GHOST) if GHOST + 32 < ord(c) < GHOST + 127 else ""
 
 
 # --- LaTeX ----------------------------------------------------------------------------------------------------------
 
 
-def _height(made: Layout, sheet: Sheet) -> float:
-    """Points that a sheet of texts takes with its title and notes, roughly."""
-    line = LINES[made.size]
+def _height(chosen: Layout, sheet: Sheet) -> float:
+    """The approximate height of a sheet of texts with its title and notes, in points."""
+    line = LINES[chosen.size]
 
     def lines(text: str, width: float) -> int:
-        return len(fold(text, width, lambda part: made.scale * text_width(part)))
+        return len(fold(text, width, lambda part: chosen.scale * text_width(part)))
 
     total = 3 * 12.0 + 2 * line
-    for block in made.plan.grid.body:
+    for block in chosen.plan.grid.body:
         (row,) = block
         if len(row) == 1:
             total += line + 6
         else:
-            total += line * max(lines(text, width) for text, width in zip(row, made.plan.widths)) + 2
-    return total + sum(line * lines(note, made.page) + 4 for note in sheet.notes)
+            total += line * max(lines(text, width) for text, width in zip(row, chosen.plan.widths)) + 2
+    return total + sum(line * lines(note, chosen.page) + 4 for note in sheet.notes)
 
 
 @lru_cache(100_000, typed=True)  # typed: a Measured equals its text
 def text_width(text: str) -> float:
-    """Points at 10 pt."""
+    """The width of a text in points, at 10 pt."""
     wide = sum(map(_char_width, MINUS.sub("−", text)))
     if isinstance(text, MeasuredText) and (number := _number(text)):
         wide += (BOLD - 1) * text_width(str(number))
@@ -178,75 +177,75 @@ def text_width(text: str) -> float:
 
 
 def latex(sheet: Sheet) -> str:
-    """A complete document; the rows after its `endfoot` can be copied into a paper's `tabular`."""
-    made = layout(sheet)
+    """A sheet as a complete document; the rows after its `endfoot` can be copied into a paper's `tabular`."""
+    chosen = layout(sheet)
     lines = [
         r"\documentclass{article}",
-        rf"\usepackage[a4paper,{'landscape,' * made.landscape}margin=15mm]{{geometry}}",
+        rf"\usepackage[a4paper,{'landscape,' * chosen.landscape}margin=15mm]{{geometry}}",
         r"\usepackage{array,booktabs,longtable}",
         r"\setlength{\LTleft}{0pt}\setlength{\LTright}{\fill}\setcounter{LTchunksize}{1000}",
-        rf"\setlength{{\tabcolsep}}{{{made.gap / 2}pt}}",
+        rf"\setlength{{\tabcolsep}}{{{chosen.gap / 2}pt}}",
         r"\setlength{\parindent}{0pt}\setlength{\parskip}{4pt}\hyphenpenalty=10000\pagestyle{empty}\frenchspacing",
         r"\begin{document}\raggedright",
-        rf"\textbf{{{_tex(sheet.title, 0.8 * made.page)}}}\par",
-        rf"\{made.size}",
+        rf"\textbf{{{_tex(sheet.title, 0.8 * chosen.page)}}}\par",
+        rf"\{chosen.size}",
     ]
-    for columns in made.plan.panels:
-        lines += _panel(made, columns)
+    for columns in chosen.plan.panels:
+        lines += _panel(chosen, columns)
     if sheet.paired:
         lines.append(r"Upright: printed. \textbf{Bold}: measured here.\par")
-    lines += [rf"{_tex(note, made.page)}\par" for note in sheet.notes]
+    lines += [rf"{_tex(note, chosen.page)}\par" for note in sheet.notes]
     return "\n".join([*lines, r"\end{document}", ""])
 
 
-def _panel(made: Layout, columns: list[int]) -> list[str]:
-    left = made.plan.grid.left
-    body = of_panel(made.plan, columns)
-    shown = [*range(left), *columns]
-    texts = [_text_column(made, i) for i in range(left)]
+def _panel(chosen: Layout, columns: list[int]) -> list[str]:
+    left = chosen.plan.grid.left
+    body = of_panel(chosen.plan, columns)
+    shown_columns = [*range(left), *columns]
+    texts = [_text_column(chosen, i) for i in range(left)]
     wrapped = any(text != "l" for text in texts)
     lines = [rf"\begin{{longtable}}{{@{{}}{''.join(texts)}{'r' * len(columns)}@{{}}}}"]
     # longtable sets the head before the body: without this line they agree only after a second run of LaTeX
-    lines.append(" & ".join(rf"\hspace{{{made.plan.widths[i]:.2f}pt}}" for i in shown) + r" \kill")
+    lines.append(" & ".join(rf"\hspace{{{chosen.plan.widths[i]:.2f}pt}}" for i in shown_columns) + r" \kill")
     lines.append(r"\toprule")
-    heads = [made.plan.heads[i] for i in shown]
+    heads = [chosen.plan.heads[i] for i in shown_columns]
     deep = max(map(len, heads), default=0)
     for part in zip(*([""] * (deep - len(head)) + head for head in heads)):
-        lines.append(_row(made, list(map(str, part)), shown))
+        lines.append(_row(chosen, list(map(str, part)), shown_columns))
     lines += [r"\midrule", r"\endhead", r"\bottomrule", r"\endfoot"]
     for n, block in enumerate(body):
         if len(block[0]) == 1:
-            text = rf"\itshape {_tex(block[0][0], made.page)}\strut"
-            text = rf"\rlap{{\parbox[t]{{{made.page:.1f}pt}}{{\raggedright{text}}}}}"
+            text = rf"\itshape {_tex(block[0][0], chosen.page)}\strut"
+            text = rf"\rlap{{\parbox[t]{{{chosen.page:.1f}pt}}{{\raggedright{text}}}}}"
             lines += [r"\addlinespace[6pt]"] if n else []  # no rule: it would stay behind where the page ends
-            lines.append(rf"\multicolumn{{{len(shown)}}}{{@{{}}l@{{}}}}{{{text}}} \\*")
+            lines.append(rf"\multicolumn{{{len(shown_columns)}}}{{@{{}}l@{{}}}}{{{text}}} \\*")
         else:
             lines += [r"\addlinespace[2pt]"] if (len(block) > 1 or wrapped) and n and len(body[n - 1][0]) > 1 else []
-            rows = [_row(made, [line[i] for i in shown], shown) for line in block]
+            rows = [_row(chosen, [line[i] for i in shown_columns], shown_columns) for line in block]
             lines += [row + "*" for row in rows[:-1]] + rows[-1:]
     return [*lines, r"\end{longtable}"]
 
 
-def _text_column(made: Layout, i: int) -> str:
-    grid = made.plan.grid
+def _text_column(chosen: Layout, i: int) -> str:
+    grid = chosen.plan.grid
     texts = [grid.head[i], *(line[i] for line in chain.from_iterable(grid.body) if len(line) > 1)]
-    wide = made.scale * max(map(text_width, texts))
-    given = made.plan.widths[i]
-    return "l" if wide <= given + 1e-6 else rf">{{\raggedright\arraybackslash}}p{{{given:.2f}pt}}"
+    widest = chosen.scale * max(map(text_width, texts))
+    width = chosen.plan.widths[i]
+    return "l" if widest <= width + 1e-6 else rf">{{\raggedright\arraybackslash}}p{{{width:.2f}pt}}"
 
 
-def _row(made: Layout, cells: Sequence[str], shown: list[int]) -> str:
-    left = made.plan.grid.left
-    text = " & ".join(_cell(c, made, i if i < left else None) for c, i in zip(cells, shown)) + r" \\"
+def _row(chosen: Layout, cells: Sequence[str], columns: list[int]) -> str:
+    left = chosen.plan.grid.left
+    text = " & ".join(_cell(c, chosen, i if i < left else None) for c, i in zip(cells, columns)) + r" \\"
     return "{}" + text if text[0] in "[*" else text  # the line above ends in a command that would read these
 
 
-def _cell(cell: str, made: Layout, text_column: int | None) -> str:
+def _cell(cell: str, chosen: Layout, text_column: int | None) -> str:
     if text_column is not None:
         return (
             rf"\hfill\textit{{{cell}}}"
             if isinstance(cell, MeasuredText)
-            else _tex(cell, made.plan.widths[text_column] / made.scale)
+            else _tex(cell, chosen.plan.widths[text_column] / chosen.scale)
         )
     text = str(cell)
     number = _number(text) if isinstance(cell, MeasuredText) else ""
@@ -254,15 +253,15 @@ def _cell(cell: str, made: Layout, text_column: int | None) -> str:
 
 
 def _number(text: str) -> str:
-    """The leading number of a measured value with its unit, also behind the mark of chance; empty for a word."""
+    """The leading number of a measured value with its unit, or behind the mark of chance; empty for a word."""
     match = re.match(rf"(‡; )?[-−+×]?\.?\d[\d.,]*(e[-+]?\d+)?[%x×]?({GHOSTS.pattern})?", text)
     return match[0] if match else ""
 
 
 @cache
 def _char_width(c: str) -> float:
-    if shown := _of_ghost(c):
-        return WIDTHS[shown]
+    if character := _of_ghost(c):
+        return WIDTHS[character]
     return sum(UNICODE[p][1] if p in UNICODE else WIDTHS[p] for p in _plain(c))
 
 
@@ -274,8 +273,8 @@ def _plain(c: str) -> str:
     if _of_ghost(c):
         return c
     parts = [p for p in unicodedata.normalize("NFKD", c) if not unicodedata.combining(p)]
-    known = parts and all(p in UNICODE or p in WIDTHS for p in parts)
-    return "".join(parts) if known else f"U+{ord(c):04X}"
+    can_be_set = parts and all(p in UNICODE or p in WIDTHS for p in parts)
+    return "".join(parts) if can_be_set else f"U+{ord(c):04X}"
 
 
 def _tex(text: str, width: float | None = None) -> str:

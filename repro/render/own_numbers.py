@@ -15,12 +15,16 @@ WORDS = {"yes": "consistent", "partly": "partly consistent", "no": "inconsistent
 def claims_of(paper: str) -> list[ClaimSpec]:
     """Every predicate on a paper, the headline table's first, in the order of the tables."""
     every = [claim for claim in tables.headline().claims if tables.split(claim.table)[0] == paper]
-    for other, number in tables.specified():
-        if other == paper:
+    for paper_of_spec, number in tables.specified():
+        if paper_of_spec == paper:
             every += tables.table(paper, number).claims
     order = papers.tables(paper)
-    numbers = [tables.split(claim.table)[1] for claim in every]
-    return [c for _, c in sorted(zip(numbers, every), key=lambda x: order.index(x[0]) if x[0] in order else len(order))]
+
+    def position(claim: ClaimSpec) -> int:
+        _, number = tables.split(claim.table)
+        return order.index(number) if number in order else len(order)
+
+    return sorted(every, key=position)
 
 
 def title(number: str) -> str:
@@ -29,21 +33,27 @@ def title(number: str) -> str:
 
 
 def rows(judged: Sequence[Judged]) -> Iterator[list[str]]:
-    """A line for every predicate whose cells are printed, in the columns of `HEAD`."""
-    for one in judged:
-        if one.own_numbers or one.spec.judged_on_printed:
-            printed = content.readings([(case.printed, None, None) for case in one.cases], one.spec.percent) or "–"
-            measured = [case.measured for case in one.cases if case.measured is not None]
-            here = content.readings([(x, None, None) for x in measured], one.spec.percent) if not one.verdict else ""
-            said = "; ".join(filter(None, [one.own_numbers or "not all printed", one.why * (not one.verdict)]))
-            said += f"; on the stand-ins {here}" * bool(here)
-            where = title(tables.split(one.spec.table)[1])
-            yield [one.spec.claim, where, one.spec.says, one.spec.printed, printed, said]
+    """A row for every predicate whose cells are printed, in the columns of `HEAD`."""
+    for claim in judged:
+        if claim.own_numbers or claim.spec.judged_on_printed:
+            printed = content.readings([(case.printed, None, None) for case in claim.cases], claim.spec.percent) or "–"
+            measured = [case.measured for case in claim.cases if case.measured is not None]
+            on_stand_ins = (
+                content.readings([(x, None, None) for x in measured], claim.spec.percent) if not claim.verdict else ""
+            )
+            result = "; ".join(filter(None, [claim.own_numbers or "not all printed", claim.why * (not claim.verdict)]))
+            result += f"; on the stand-ins {on_stand_ins}" * bool(on_stand_ins)
+            where = title(tables.split(claim.spec.table)[1])
+            yield [claim.spec.claim, where, claim.spec.says, claim.spec.printed, printed, result]
 
 
-def without_predicate(paper: str, written: Sequence[ClaimSpec]) -> list[dict[str, str]]:
+def without_predicate(paper: str, claims: Sequence[ClaimSpec]) -> list[dict[str, str]]:
     """The paper's claims that no predicate names."""
-    return [line for name, line in papers.claims(paper).items() if not any(names(one, name) for one in written)]
+    without = []
+    for number, line in papers.claims(paper).items():
+        if not any(names(claim, number) for claim in claims):
+            without.append(line)
+    return without
 
 
 def names(claim: ClaimSpec, number: str) -> bool:
@@ -56,12 +66,12 @@ def names(claim: ClaimSpec, number: str) -> bool:
 
 
 def by_formula(lines: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Those of claims without a predicate whose formula on printed numbers was computed, in claims.csv."""
+    """Of the claims in `lines`, those whose formula on printed numbers was computed in claims.csv."""
     return [line for line in lines if line["consistent"] in WORDS and line["recomputed"]]
 
 
 def formula_rows(paper: str, lines: Sequence[dict[str, str]]) -> Iterator[list[str]]:
-    """Their lines, in the columns of `HEAD`."""
+    """The claims of `by_formula`, in the columns of `HEAD`."""
     for line in by_formula(lines):
         printed = line.get("printed") or line.get("values", "")
         named = [f"{paper} {line['id']}", line["where"], line["statement"], printed]

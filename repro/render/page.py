@@ -44,24 +44,24 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     Raises:
         UserError: there is no such paper, or what a spec says wrongly.
     """
-    at = flow.scale
-    flow = flow if flow.is_of_results else Workflow.of_results(at)
+    scale = flow.scale
+    flow = flow if flow.is_of_results else Workflow.of_results(scale)
     grids = _grids(flow, paper, out)
     judged = table_results.judged(flow, own_numbers.claims_of(paper))
-    shown: set[str] = set()
-    for one in judged:
-        if one.verdict:
-            shown.update(_numbers(one))
+    tables_shown: set[str] = set()
+    for claim in judged:
+        if claim.verdict:
+            tables_shown.update(_numbers(claim))
     facts = {
         "paper": paper,
         "about": papers.ABOUT[paper],
-        "scale": at,
+        "scale": scale,
         "first": _first(paper, judged),
         "measured": content.measured,
         "picture": _picture(flow, paper, out),
         "grids": [_link(paper, number) for number in grids],
         "notes": _notes(paper),
-        "ablated": any(one.spec.ablations for one in judged),
+        "ablated": any(claim.spec.ablations for claim in judged),
         "verdicts": _verdicts(flow, paper, judged, grids),
         "own_numbers": _own_numbers(judged),
         "summary": _summary(paper, judged),
@@ -70,17 +70,17 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         "classes": _classes(flow, paper),
         "questions": _questions(flow, paper),
         "findings": _findings(paper),
-        "elsewhere": [f"[^{f.id}]" for f in papers.audit(paper) if not shown & set(f.table.split("; "))],
+        "elsewhere": [f"[^{f.id}]" for f in papers.audit(paper) if not tables_shown & set(f.table.split("; "))],
     }
     text = re.sub(r"\n{3,}", "\n\n", _templates().get_template("page.md.jinja").render(facts))
     write_text(out / f"{paper}.md", text)
     return text
 
 
-def section(name: str, *data: Any, **named: Any) -> str:
+def section(name: str, *data: Any, **options: Any) -> str:
     """A section of a page as Markdown: a macro of `page_sections.md.jinja` with its data."""
     sections = _templates().get_template("page_sections.md.jinja").module
-    return getattr(sections, name)(*data, **named)
+    return getattr(sections, name)(*data, **options)
 
 
 @cache
@@ -103,9 +103,9 @@ def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
         head += f"measured here. From stored results, by `make docs/{paper}.md`."
         write_text(out / paper / f"table{number}.md", f"{head}\n\n{grid}")
         written.append(number)
-    for old in sorted((out / paper).glob("table*.md")):
-        if old.stem.removeprefix("table") not in written:
-            old.unlink()
+    for outdated in sorted((out / paper).glob("table*.md")):
+        if outdated.stem.removeprefix("table") not in written:
+            outdated.unlink()
     return written
 
 
@@ -124,24 +124,24 @@ def _link(paper: str, number: str) -> str:
 
 def _first(paper: str, judged: Sequence[Judged]) -> list[Judged]:
     """What a reader should know first: measured claims, the headline's, then others of the paper's tables."""
-    of = {id(one.spec): one for one in judged}
-    headline = [of[id(claim)] for claim in tables.headline_claims() if id(claim) in of]
-    others = [one for one in judged if one not in headline and not one.spec.target]
-    return [one for one in (*headline, *others) if one.measured][:FIRST]
+    by_spec = {id(verdict.spec): verdict for verdict in judged}
+    headline = [by_spec[id(claim)] for claim in tables.headline_claims() if id(claim) in by_spec]
+    others = [verdict for verdict in judged if verdict not in headline and not verdict.spec.target]
+    return [verdict for verdict in (*headline, *others) if verdict.measured][:FIRST]
 
 
 def _summary(paper: str, judged: Sequence[Judged]) -> dict[str, list]:
     """Which claims have which verdict, and which have none."""
     by_word: dict[str, list[str]] = {}
     undecided = judging.PLAIN[judging.UNDECIDED]
-    for one in judged:
-        if one.verdict:
-            word = undecided if one.verdict.startswith(undecided) else one.verdict
-            says = f", {one.spec.says}" if one.measured else ""
-            by_word.setdefault(word, []).append(_ids(one) + says)
+    for claim in judged:
+        if claim.verdict:
+            word = undecided if claim.verdict.startswith(undecided) else claim.verdict
+            says = f", {claim.spec.says}" if claim.measured else ""
+            by_word.setdefault(word, []).append(_ids(claim) + says)
     order = [judging.ON_STAND_INS, *judging.PLAIN, *reversed(judging.DIRECTIONS)]
     words = sorted(by_word, key=lambda word: order.index(word) if word in order else len(order))
-    bare = own_numbers.without_predicate(paper, [one.spec for one in judged])
+    bare = own_numbers.without_predicate(paper, [claim.spec for claim in judged])
     reasons = judging.unjudged(paper)
     by_formula = []
     for line in own_numbers.by_formula(bare):
@@ -159,13 +159,16 @@ def _every(paper: str, judged: Sequence[Judged]) -> str:
     reasons = judging.unjudged(paper)
     rows = []
     for name, line in papers.claims(paper).items():
-        own = [one for one in judged if own_numbers.names(one.spec, name)]
-        by_cells = list(dict.fromkeys(one.own_numbers for one in own if one.own_numbers))
+        predicates = [predicate for predicate in judged if own_numbers.names(predicate.spec, name)]
+        by_cells = list(dict.fromkeys(predicate.own_numbers for predicate in predicates if predicate.own_numbers))
         if not by_cells and line["recomputed"]:
-            by_cells = [own_numbers.WORDS[each["consistent"]] for each in own_numbers.by_formula([line])]
-        said = [f"{one.said or one.why} ({own_numbers.title(_numbers(one)[0])})" for one in own]
+            by_cells = [own_numbers.WORDS[formula["consistent"]] for formula in own_numbers.by_formula([line])]
+        verdicts = [
+            f"{predicate.said or predicate.why} ({own_numbers.title(_numbers(predicate)[0])})"
+            for predicate in predicates
+        ]
         printed = line.get("printed") or line.get("values", "")
-        verdict = "; ".join(said) or reasons.get(name) or f"no predicate ({_carrier(line)})"
+        verdict = "; ".join(verdicts) or reasons.get(name) or f"no predicate ({_carrier(line)})"
         rows.append([name, line["statement"], printed, "; ".join(by_cells) or "–", verdict])
     head = ("claim", "what it says", "printed", "its own numbers", "verdict here, or why none")
     return _table(Sheet("Claims in the paper's order", head, rows, left=len(head)))
@@ -179,9 +182,9 @@ def _carrier(line: Mapping[str, str]) -> str:
     return f"{'Table' if named[1] == 'Table' else 'Figure'} {named[2]}"
 
 
-def _ids(one: Judged) -> str:
-    bare = "a target" if one.spec.target else "a statement"
-    return f"{one.spec.claim.partition(' ')[2] or bare} ({own_numbers.title(_numbers(one)[0])})"
+def _ids(judged: Judged) -> str:
+    bare = "a target" if judged.spec.target else "a statement"
+    return f"{judged.spec.claim.partition(' ')[2] or bare} ({own_numbers.title(_numbers(judged)[0])})"
 
 
 def _picture(flow: Workflow, paper: str, out: Path) -> drawn.FigureSpec | None:
@@ -192,34 +195,34 @@ def _picture(flow: Workflow, paper: str, out: Path) -> drawn.FigureSpec | None:
     return drawn.figure(paper, PICTURE)
 
 
-def _numbers(one: Judged) -> list[str]:
+def _numbers(judged: Judged) -> list[str]:
     """The tables that a claim is about, as the audit names them; the one that it stands under comes first."""
-    return [tables.split(name)[1] for name in (one.spec.table, *one.spec.more)]
+    return [tables.split(name)[1] for name in (judged.spec.table, *judged.spec.more)]
 
 
 def _verdicts(flow: Workflow, paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> str:
     """Every verdict by table with a link to its grid, the audit's findings on the table as footnotes at its title."""
-    with_verdict = [one for one in judged if one.verdict]
+    with_verdict = [claim for claim in judged if claim.verdict]
     about: dict[str, set[str]] = {}  # by table all that its claims are about
-    for one in with_verdict:
-        numbers = _numbers(one)
+    for claim in with_verdict:
+        numbers = _numbers(claim)
         about.setdefault(numbers[0], set()).update(numbers)
     rows: list[list[str]] = []
     last = ""
-    for one in with_verdict:
-        number = _numbers(one)[0]
+    for claim in with_verdict:
+        number = _numbers(claim)[0]
         if number != last:
             marks = [f"[^{f.id}]" for f in papers.audit(paper) if about[number] & set(f.table.split("; "))]
             where = _link(paper, number) if number in grids else own_numbers.title(number)
             rows.append([f"{where}: {tables.table(paper, number).title} {''.join(marks)}"])
             last = number
-        here = content.measured(one) if one.measured else "–"
-        word = "; ".join(filter(None, [one.said, "one seed" * one.one_seed, *content.cross_checks(one)]))
-        word += f"; {one.why}" * bool(one.why)
-        word += f"; predicate changed after the runs: {one.spec.changed}" * bool(one.spec.changed)
-        if one.verdict in judging.DIRECTIONS:
-            word += _why_it_fails(flow, one.spec)
-        rows.append([one.spec.claim, one.spec.says, one.spec.printed, here, word, one.grade or "–"])
+        values = content.measured(claim) if claim.measured else "–"
+        word = "; ".join(filter(None, [claim.said, "one seed" * claim.one_seed, *content.cross_checks(claim)]))
+        word += f"; {claim.why}" * bool(claim.why)
+        word += f"; predicate changed after the runs: {claim.spec.changed}" * bool(claim.spec.changed)
+        if claim.verdict in judging.DIRECTIONS:
+            word += _why_it_fails(flow, claim.spec)
+        rows.append([claim.spec.claim, claim.spec.says, claim.spec.printed, values, word, claim.grade or "–"])
     return _table(Sheet("One line a claim; 95 % intervals", HEAD, rows, left=len(HEAD)))
 
 
@@ -238,13 +241,13 @@ def _why_it_fails(flow: Workflow, claim: ClaimSpec) -> str:
     """
     changed, tried, left = [], [], []
     ablated = [claim.ablated(name) for name in claim.ablations]
-    for name, one in zip(claim.ablations, table_results.judged(flow, ablated)):
-        if not one.measured:
+    for name, ablation in zip(claim.ablations, table_results.judged(flow, ablated)):
+        if not ablation.measured:
             left.append(name)
-        elif one.verdict in judging.DIRECTIONS:
-            tried.append(f"{name} (holds in {one.count}: {content.measured(one)})")
+        elif ablation.verdict in judging.DIRECTIONS:
+            tried.append(f"{name} (holds in {ablation.count}: {content.measured(ablation)})")
         else:
-            changed.append(f"{name} ({one.said}: {content.measured(one)})")
+            changed.append(f"{name} ({ablation.said}: {content.measured(ablation)})")
     tried += map(_cause, claim.causes)
     if not claim.ablations and not claim.causes:
         return ""
@@ -271,33 +274,37 @@ def _cross_checks(paper: str, judged: Sequence[Judged]) -> dict[str, Any]:
     cases = []
     seen: set[frozenset] = set()
     count: dict[tuple[str, str], list[bool]] = {}
-    for one in sorted(judged, key=lambda j: -len(j.cases)):
+    for judged_claim in sorted(judged, key=lambda j: -len(j.cases)):
         measured: set[str] = set()
-        for case in one.cases:
+        for case in judged_claim.cases:
             measured |= {check.name for check in case.cross_checks}
-        names = [name for name in one.spec.cross_checks if name in measured]
+        names = [name for name in judged_claim.spec.cross_checks if name in measured]
         rows = []
-        for (keys, named), case in zip(one.spec.case_cells(), one.cases):
+        for (keys, named), case in zip(judged_claim.spec.case_cells(), judged_claim.cases):
             key = frozenset(named.values())
             if not case.cross_checks or key in seen:
                 continue
             seen.add(key)
-            of = {r.name: content.quantity(*r[1:4], one.spec.percent) + " ≠" * r.apart for r in case.cross_checks}
+            value_of = {
+                r.name: content.quantity(*r[1:4], judged_claim.spec.percent) + " ≠" * r.apart for r in case.cross_checks
+            }
             for check in case.cross_checks:
                 count.setdefault((case.on, check.name), []).append(check.apart)
             label = " ".join([case.on, *(str(value) for key, value in keys.items() if key != "model")])
-            own = content.quantity(case.measured, case.lo, case.hi, one.spec.percent)
-            rows.append([label, own, *(of.get(name, "–") for name in names)])
+            own_value = content.quantity(case.measured, case.lo, case.hi, judged_claim.spec.percent)
+            rows.append([label, own_value, *(value_of.get(name, "–") for name in names)])
         if rows:
             head = ["case", "its own", *names]
-            cases.append(_table(Sheet(f"{one.spec.claim}: {one.spec.says}", head, rows, left=len(head))))
+            cases.append(
+                _table(Sheet(f"{judged_claim.spec.claim}: {judged_claim.spec.says}", head, rows, left=len(head)))
+            )
     by_class = f"tables/{paper}/{CLASSES}.yaml" if (paper, CLASSES) in tables.own() else ""
-    wanted = set(chain.from_iterable(one.spec.cross_checks for one in judged))
+    named_checks = set(chain.from_iterable(judged_claim.spec.cross_checks for judged_claim in judged))
     return {
         "cases": cases,
         "apart": [f"{name} on {on} in {judging.counted(apart)}" for (on, name), apart in count.items()],
         "classes_in": by_class if any(map(any, count.values())) else None,
-        "missing": sorted(wanted - {name for _, name in count}),
+        "missing": sorted(named_checks - {name for _, name in count}),
     }
 
 
@@ -311,7 +318,7 @@ def _classes(flow: Workflow, paper: str) -> str:
     if (paper, CLASSES) not in tables.own():
         return ""
     by_key = table_results.table_results(flow, paper, CLASSES).by_key
-    cells = [one.cell for one in by_key.values()]
+    cells = [measured.cell for measured in by_key.values()]
     rows = []
     for model in dict.fromkeys(cell.model for cell in cells):
         mine = {cell.cell_key: cell for cell in cells if cell.model == model}
@@ -327,29 +334,34 @@ def _classes(flow: Workflow, paper: str) -> str:
             for i, row in enumerate(classes):
                 for letter, (col, metric) in compared.items():
                     parts[f"{letter}{i}"] = of[row, col, model, metric]
-            here, there = (" + ".join(f"{letter}{i}" for i in range(len(classes))) for letter in "gh")
-            terms = [f"100 * (r{i} / ({here}) - s{i} / ({there}))" for i in range(len(classes))]
+            loss_damage, kl_damage = (" + ".join(f"{letter}{i}" for i in range(len(classes))) for letter in "gh")
+            terms = [f"100 * (r{i} / ({loss_damage}) - s{i} / ({kl_damage}))" for i in range(len(classes))]
             values = [compose(term, parts).interval() for term in [" + ".join(terms), *terms]]
-            most = max(values[1:], key=lambda one: abs(one.value))
-            shown = [content.quantity(one.value, one.lo, one.hi) + " ←" * (one is most) for one in values]
-            rows.append([f"{next(iter(mine.values())).stand_in} {measures[2] if text == texts[0] else text}", *shown])
+            most = max(values[1:], key=lambda measured: abs(measured.value))
+            texts_of_values = [
+                content.quantity(measured.value, measured.lo, measured.hi) + " ←" * (measured is most)
+                for measured in values
+            ]
+            rows.append(
+                [f"{next(iter(mine.values())).stand_in} {measures[2] if text == texts[0] else text}", *texts_of_values]
+            )
     title = "Which tokens make the difference: points of the recovered share, by class; ← at the largest"
     return _table(Sheet(title, [f"less that of {texts[0]}", "all tokens", *classes], rows, left=1)) if rows else ""
 
 
 def _questions(flow: Workflow, paper: str) -> list[dict[str, Any]]:
     """The specs of our own, such as what the paper leaves open; of rows without any measured cell their names."""
-    asked = []
-    for one, name in tables.own():
-        if one != paper:
+    questions = []
+    for owner, name in tables.own():
+        if owner != paper:
             continue
         results = table_results.table_results(flow, paper, name)
         measured = {m.row for m in results.measurements if m.status in SHOWN}
         facts = {"name": name, "title": tables.table(paper, name).title}
         facts["table"] = _table(content.sheet(results, only=measured)) if measured else ""
         facts["missing"] = list(dict.fromkeys(cell.row for cell in results.cells if cell.row not in measured))
-        asked.append(facts)
-    return asked
+        questions.append(facts)
+    return questions
 
 
 def _findings(paper: str) -> list[dict[str, str]]:

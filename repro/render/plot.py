@@ -80,7 +80,7 @@ def smaller(svg: str) -> str:
 
 def _without_bare_groups(svg: str) -> str:
     """Without the groups, a tag a line, that have nothing but a name that nobody refers to."""
-    kept, open_groups = [], []
+    needed, open_groups = [], []
     for line in re.sub(r'<g id="[^"]*"', "<g", svg).split("\n"):
         is_bare = line in ("<g>", "<g/>")
         if line.startswith("<g") and not line.endswith("/>"):
@@ -88,16 +88,16 @@ def _without_bare_groups(svg: str) -> str:
         elif line == "</g>":
             is_bare = open_groups.pop()
         if not is_bare:
-            kept.append(line)
-    return "\n".join(kept)
+            needed.append(line)
+    return "\n".join(needed)
 
 
 def _short_ids(svg: str) -> str:
     """With markers and clipping paths named by their number."""
     numbers = {name: f"i{n}" for n, name in enumerate(dict.fromkeys(re.findall(r' id="([^"]*)"', svg)))}
 
-    def short(place: re.Match) -> str:
-        return place[1] + numbers.get(place[2], place[2])
+    def short(reference: re.Match) -> str:
+        return reference[1] + numbers.get(reference[2], reference[2])
 
     return re.sub(r'( id="|href="#|url\(#)([^")]+)', short, svg)
 
@@ -106,15 +106,15 @@ def _joined_lines(svg: str) -> str:
     """With paths that follow one another, have one look and are not filled, such as error bars, as one."""
     hollow = set(re.findall(r"\.(s\d+)\{fill: none", svg))
     path = re.compile(r'<path d="([^"]*)"((?: clip-path="[^"]*")? class="(s\d+)")/>')
-    kept: list[str] = []
+    joined: list[str] = []
     for line in svg.split("\n"):
-        this = path.fullmatch(line)
-        before = path.fullmatch(kept[-1]) if kept else None
-        if this and before and this[2] == before[2] and this[3] in hollow:
-            kept[-1] = f'<path d="{before[1]}{this[1]}"{this[2]}/>'
+        path_here = path.fullmatch(line)
+        path_before = path.fullmatch(joined[-1]) if joined else None
+        if path_here and path_before and path_here[2] == path_before[2] and path_here[3] in hollow:
+            joined[-1] = f'<path d="{path_before[1]}{path_here[1]}"{path_here[2]}/>'
         else:
-            kept.append(line)
-    return "\n".join(kept)
+            joined.append(line)
+    return "\n".join(joined)
 
 
 def rounded(svg: str) -> str:
@@ -160,14 +160,14 @@ def lines(
         labels = [name if name in measured else f"{name}: not measured" for name in series]
         figure = plt.figure(figsize=(width, 2.8 * high))
         grid = figure.add_gridspec(high, wide)
-        drawn: dict[str, Artist] = {}
+        handles: dict[str, Artist] = {}
         for n, (model, panel) in enumerate(panels.items()):
             every = list(chain(*panel.values()))
             gap = _gap([point[1] for point in every]) if broken else None
             axes = _axes(figure, grid[n // wide, n % wide], gap)
             for axis in axes:
                 for name, points in panel.items():
-                    drawn.setdefault(name, _series(axis, points, joined, looks[name]))
+                    handles.setdefault(name, _series(axis, points, joined, looks[name]))
                 if small or wide_range:
                     axis.set_xscale("log")
                 if small:
@@ -183,15 +183,15 @@ def lines(
                 _whole_ticks(axes[-1], [point[0] for point in every])
             if n % wide == 0:
                 axes[0].set_ylabel(textwrap.fill(y, TALL, break_on_hyphens=False))
-        _legend(figure, [drawn[name] for name in series], labels)
+        _legend(figure, [handles[name] for name in series], labels)
         _head(figure, title)
         save(figure, path)
 
 
 def _look(series: Sequence[str], name: str, lead: Sequence[str]) -> dict[str, Any]:
     """Colour, marker and width of a series; with leading ones the first of them is thick, and all others are grey."""
-    place = series.index(name)
-    look = {"color": PALETTE[place % len(PALETTE)], "marker": MARKERS[place % len(MARKERS)], "linewidth": 0.9}
+    position = series.index(name)
+    look = {"color": PALETTE[position % len(PALETTE)], "marker": MARKERS[position % len(MARKERS)], "linewidth": 0.9}
     if not lead:
         return look
     if name not in lead:
@@ -265,13 +265,13 @@ def _not_measured(axis: Axes) -> None:
     axis.set_yticks([])
 
 
-def _whole_ticks(axis: Axes, at: Sequence[float]) -> None:
+def _whole_ticks(axis: Axes, xs: Sequence[float]) -> None:
     """Ticks at whole numbers alone, where every point is at one."""
-    places = sorted(set(at))
-    if all(float(place).is_integer() for place in places):
-        apart = min((high - low for low, high in zip(places, places[1:])), default=1)
-        few = len(places) <= FEW_TICKS and apart * TICKS >= places[-1] - places[0]
-        axis.xaxis.set_major_locator(FixedLocator(places) if few else MaxNLocator(integer=True))
+    values = sorted(set(xs))
+    if all(float(value).is_integer() for value in values):
+        apart = min((high - low for low, high in zip(values, values[1:])), default=1)
+        few = len(values) <= FEW_TICKS and apart * TICKS >= values[-1] - values[0]
+        axis.xaxis.set_major_locator(FixedLocator(values) if few else MaxNLocator(integer=True))
 
 
 def _head(figure: plt.Figure, title: str) -> None:
@@ -314,24 +314,26 @@ def surface(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
         shape = max(1, len(panels)), max(1, len(series))
         figure, axes = plt.subplots(*shape, figsize=(2.1 * shape[1] + 0.8, 2.0 * shape[0] + 0.9), squeeze=False)
         for row, model in zip(axes, panels):
-            mine = {name: maps[model, name] for name in series if (model, name) in maps}
-            above_centre = {name: losses - losses[len(losses) // 2] for name, losses in mine.items()}
+            of_panel = {name: maps[model, name] for name in series if (model, name) in maps}
+            above_centre = {name: losses - losses[len(losses) // 2] for name, losses in of_panel.items()}
             low, high = (end(map(end, above_centre.values()), default=0.0) for end in (min, max))
             for axis, name in zip(row, series):
                 axis.set_title(name, fontsize=8)
                 if name not in above_centre:
                     _not_measured(axis)
                     continue
-                side = round(len(above_centre[name]) ** 0.5)
-                places = np.linspace(-1, 1, side)
-                square = above_centre[name].reshape(side, side)
-                shown = axis.pcolormesh(places, places, square, vmin=low, vmax=high, shading="nearest", cmap="viridis")
-                axis.contour(places, places, square, levels=8, colors="white", linewidths=0.5)
+                points_per_side = round(len(above_centre[name]) ** 0.5)
+                coordinates = np.linspace(-1, 1, points_per_side)
+                square = above_centre[name].reshape(points_per_side, points_per_side)
+                colours = axis.pcolormesh(
+                    coordinates, coordinates, square, vmin=low, vmax=high, shading="nearest", cmap="viridis"
+                )
+                axis.contour(coordinates, coordinates, square, levels=8, colors="white", linewidths=0.5)
                 axis.set_aspect("equal")
                 axis.set_xlabel(x)
             row[0].set_ylabel(f"{model}\n{y}", fontsize=7)
             if above_centre:
-                figure.colorbar(shown, ax=list(row), shrink=0.9)
+                figure.colorbar(colours, ax=list(row), shrink=0.9)
         _head(figure, title)
         save(figure, path)
 
@@ -351,10 +353,10 @@ def timeline(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
     kinds = list(dict.fromkeys(name.rpartition(": ")[2] for name in lanes))
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(7.2, 0.34 * len(lanes) + 1.2))
-        for place, (name, points) in enumerate(lanes.items()):
+        for lane, (name, points) in enumerate(lanes.items()):
             colour = PALETTE[kinds.index(name.rpartition(": ")[2]) % len(PALETTE)]
             spans = [(point[0], point[1]) for point in points]
-            axis.broken_barh(spans, (place - 0.36, 0.72), facecolors=colour, edgecolors="white", linewidth=0.3)
+            axis.broken_barh(spans, (lane - 0.36, 0.72), facecolors=colour, edgecolors="white", linewidth=0.3)
         axis.set_yticks(range(len(lanes)), lanes)
         axis.set_ylim(len(lanes) - 0.5, -0.5)
         axis.set_xlabel(x)
@@ -402,21 +404,21 @@ def bars(
         ratios: draw a line at 1, which the values are compared with; else few bars have their values above them.
     """
     names = list(dict.fromkeys(chain(*panels.values())))
-    shown = {}
+    color_of = {}
     for name, color in zip(names, PALETTE):
         if any(panel.get(name) for panel in panels.values()):
-            shown[name] = color
+            color_of[name] = color
     rows = list(chain.from_iterable(_rows_of_bars(name, panel) for name, panel in panels.items()))
     if not rows:
         return nothing(f"{title}: not measured", path)
-    width = 0.84 / len(shown)
-    each = max(len(row.places) for row in rows)
+    width = 0.84 / len(color_of)
+    places_per_row = max(len(row.places) for row in rows)
     high = 1.08 * max(row.high for row in rows)
-    labelled = not ratios and each * len(shown) <= LABELLED
+    labelled = not ratios and places_per_row * len(color_of) <= LABELLED
     with plt.rc_context(STYLE | {"hatch.linewidth": 0.8}):
         figure, axes = plt.subplots(len(rows), 1, figsize=(8, 0.8 + 2.0 * len(rows)), sharey=True, squeeze=False)
         for row, axis in zip(rows, axes[:, 0]):
-            for i, (name, color) in enumerate(shown.items()):
+            for i, (name, color) in enumerate(color_of.items()):
                 points = row.groups.get(name, {})
                 for j, place in enumerate(row.places):
                     if place not in points:
@@ -430,12 +432,12 @@ def bars(
                 axis.axhline(1.0, color="0.2", linewidth=0.8)
             if len(panels) > 1:
                 axis.set_title(row.panel, fontsize=8)
-            axis.set_xlim(-0.6, each - 0.4)
+            axis.set_xlim(-0.6, places_per_row - 0.4)
             axis.set_ylim(0, high)
             axis.set_xticks(range(len(row.places)), [place.replace("x", " x\n") for place in row.places])
             axis.tick_params(axis="x", length=0)
             axis.grid(False, axis="x")
-        handles = [Patch(color=color, label=name) for name, color in shown.items()]
+        handles = [Patch(color=color, label=name) for name, color in color_of.items()]
         for note in dict.fromkeys(marked.values()):
             handles.append(Patch(facecolor="0.6", edgecolor="white", hatch="////", linewidth=0, label=note))
         figure.supylabel(y, fontsize=9)
@@ -452,8 +454,8 @@ def _beside_bar(axis: Axes, middle: float, point: Point, high: float, labelled: 
         axis.vlines(middle, low, upper, color="0.2", linewidth=0.8)
         top = upper
     if labelled:
-        shown = f"{point[1]:#.3g}".rstrip(".")
-        axis.annotate(shown, (middle, top), (0, 1), textcoords="offset points", **LABEL)
+        value = f"{point[1]:#.3g}".rstrip(".")
+        axis.annotate(value, (middle, top), (0, 1), textcoords="offset points", **LABEL)
 
 
 @dataclass(frozen=True)
@@ -480,8 +482,10 @@ def _rows_of_bars(name: str, panel: Mapping[str, Sequence[Point]]) -> list[RowOf
     if not places:
         return []
     high = max(max(point[1], point[3] or point[1]) for point in chain(*panel.values()))
-    each = -(-len(places) // (2 if len(places) > 8 else 1))
-    return [RowOfBars(name, places[i : i + each], groups, high) for i in range(0, len(places), each)]
+    places_per_row = -(-len(places) // (2 if len(places) > 8 else 1))
+    return [
+        RowOfBars(name, places[i : i + places_per_row], groups, high) for i in range(0, len(places), places_per_row)
+    ]
 
 
 def roofline(
@@ -513,25 +517,29 @@ def roofline(
         for kind, peak in peaks.items():
             edges = np.array([low, peak / memory, high])
             axis.plot(edges, np.minimum(edges * memory, peak), color="0.25", linewidth=1)
-            below = any(1 < other / peak < 1.4 for other in peaks.values())  # two labels beside each other would meet
-            place = {"xytext": (-2, -3 if below else 3), "va": "top" if below else "bottom", "ha": "right"}
-            axis.annotate(f"{kind} {peak:.0f}", (high, peak), textcoords="offset points", **place)
+            below = any(
+                1 < other_peak / peak < 1.4 for other_peak in peaks.values()
+            )  # two labels beside each other would meet
+            alignment = {"xytext": (-2, -3 if below else 3), "va": "top" if below else "bottom", "ha": "right"}
+            axis.annotate(f"{kind} {peak:.0f}", (high, peak), textcoords="offset points", **alignment)
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_xlim(low, high)
         for i, (name, by_count) in enumerate(series.items()):
             means = np.array([np.exp(np.mean(np.log(points), axis=0)) for _, points in sorted(by_count.items())])
             every = np.array(list(chain(*by_count.values())))
-            mine = ":" in name
+            is_ours = ":" in name
             color = PALETTE[i % len(PALETTE)]
             axis.scatter(*every.T, s=4, color=color, alpha=0.25, linewidths=0)
-            look = {"markersize": 5.5, "linewidth": 1.6} if mine else {"markersize": 4.5, "markerfacecolor": "white"}
-            look |= {"marker": MARKERS[i % len(MARKERS)], "color": color, "zorder": 4 if mine else 3}
+            look = {"markersize": 5.5, "linewidth": 1.6} if is_ours else {"markersize": 4.5, "markerfacecolor": "white"}
+            look |= {"marker": MARKERS[i % len(MARKERS)], "color": color, "zorder": 4 if is_ours else 3}
             axis.plot(means[:, 0], means[:, 1], label=name, **{"linewidth": 0.8, **look})
         bottom, top = axis.get_ylim()
-        at = max(low * 1.6, bottom / memory * 1.6) * 4
+        label_at = max(low * 1.6, bottom / memory * 1.6) * 4
         slope = {"rotation": 0, "ha": "right", "va": "bottom"}
-        axis.annotate(f"reading {memory:.2f} TB/s", (at, at * memory), (-6, 2), textcoords="offset points", **slope)
+        axis.annotate(
+            f"reading {memory:.2f} TB/s", (label_at, label_at * memory), (-6, 2), textcoords="offset points", **slope
+        )
         axis.set_xlabel(x)
         axis.set_ylabel(y)
         figure.legend(frameon=False, loc="outside lower center", ncols=4)

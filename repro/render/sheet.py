@@ -3,22 +3,23 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from math import ceil, floor
+from operator import itemgetter
 from typing import NamedTuple
 
 from repro.render.text_grid import ColumnPlan, MeasuredText, TextGrid, fit, fold, of_panel
 
 HERE = "here"  # labels measured values: the second line of a row, or the column next to a printed one
-BESIDE = 6  # up to this many columns, measured values stand next to the printed ones; with more, under them
+SIDE_BY_SIDE = 6  # with up to this many measured columns, measured values are next to printed ones, else below them
 MARKED = f"*{HERE}*"
 NARROWEST = 60  # characters that a terminal is taken to have at least
 
 
 class Pair(NamedTuple):
-    """What the paper printed in a cell and what was measured; empty text where there is none."""
+    """The printed and the measured text of a cell; empty if there is none."""
 
     printed: str
     here: str
@@ -30,11 +31,11 @@ class Sheet:
 
     Args:
         head: one text per column.
-        rows: each holds one cell per column, or one text alone that heads a section. The first `left` cells are text,
-            each other one is text or a `Pair`. As soon as one `Pair` has a measured text, every plain value x becomes
-            `Pair(x, "")`; without any, pairs become plain text. White space is collapsed.
+        rows: each has one cell per column, or a single text, the heading of a section. The first `left` cells are text,
+            the others text or a `Pair`. If any `Pair` has a measured text, every plain value x becomes `Pair(x, "")`;
+            otherwise pairs become plain text. White space is collapsed.
         notes: paragraphs below the table.
-        left: how many leading columns are text: left-aligned and wrapped.
+        left: number of leading columns that are text, left-aligned and wrapped.
     """
 
     title: str
@@ -49,8 +50,12 @@ class Sheet:
         def clean(row: Sequence[str | Pair]) -> list[str | Pair]:
             if len(row) not in (1, len(self.head)):
                 raise ValueError(f"{len(row)} cells in a row of {len(self.head)} columns: {row}")
-            both = [Pair(*map(_one_line, c)) if isinstance(c, Pair) else Pair(_one_line(c), "") for c in row]
-            return [pair if paired and len(row) > 1 and i >= self.left else pair.printed for i, pair in enumerate(both)]
+            cells: list[str | Pair] = []
+            for i, cell in enumerate(row):
+                pair = Pair(*map(_one_line, cell)) if isinstance(cell, Pair) else Pair(_one_line(cell), "")
+                is_value = paired and len(row) > 1 and i >= self.left
+                cells.append(pair if is_value else pair.printed)
+            return cells
 
         fields = {
             "title": _one_line(self.title),
@@ -75,26 +80,34 @@ def grids(sheet: Sheet, short: bool = False) -> list[TextGrid]:
     if not sheet.paired:
         return [under(sheet)]
     rows = [row for row in sheet.rows if len(row) > 1]
-    few = sum(any(row[i].here for row in rows) for i in range(sheet.left, len(sheet.head))) <= BESIDE
-    return [side_by_side(sheet)] * few + [under(sheet, folded, short) for folded in (False, True)]
+    measured_columns = 0
+    for i in range(sheet.left, len(sheet.head)):
+        measured_columns += any(row[i].here for row in rows)
+    arrangements = [side_by_side(sheet)] if measured_columns <= SIDE_BY_SIDE else []
+    return [*arrangements, under(sheet, folded=False, short=short), under(sheet, folded=True, short=short)]
 
 
 def side_by_side(sheet: Sheet) -> TextGrid:
     """Measured values in columns of their own, next to the printed ones."""
     rows = [row for row in sheet.rows if len(row) > 1]
-    columns = [(i, 0, text) for i, text in enumerate(sheet.head[: sheet.left])]
-    for i, text in list(enumerate(sheet.head))[sheet.left :]:
-        printed, measured = any(row[i].printed for row in rows), any(row[i].here for row in rows)
-        if measured and not printed and text not in ("", HERE):
-            columns.append((i, 2, text))
-        else:
-            columns += [(i, 1, text), (i, 2, HERE)] if measured else [(i, 1, text)]
-
-    def cell(row: Sequence[str | Pair], i: int, side: int) -> str:
-        return row[i] if side == 0 else row[i].printed if side == 1 else MeasuredText(row[i].here)
-
-    body = [[[row[0]] if len(row) == 1 else [cell(row, i, side) for i, side, _ in columns]] for row in sheet.rows]
-    return TextGrid([MeasuredText(text) if side == 2 else text for _, side, text in columns], body, sheet.left)
+    head: list[str] = list(sheet.head[: sheet.left])
+    columns: list[Callable[[Sequence[str | Pair]], str]] = [itemgetter(i) for i in range(sheet.left)]
+    for i in range(sheet.left, len(sheet.head)):
+        text = sheet.head[i]
+        has_printed = any(row[i].printed for row in rows)
+        has_measured = any(row[i].here for row in rows)
+        only_measured = has_measured and not has_printed and text not in ("", HERE)
+        if not only_measured:
+            head.append(text)
+            columns.append(lambda row, i=i: row[i].printed)
+        if has_measured:
+            head.append(MeasuredText(text if only_measured else HERE))
+            columns.append(lambda row, i=i: MeasuredText(row[i].here))
+    body = []
+    for row in sheet.rows:
+        is_section = len(row) == 1
+        body.append([[row[0]] if is_section else [cell_of(row) for cell_of in columns]])
+    return TextGrid(head, body, sheet.left)
 
 
 def under(sheet: Sheet, folded: bool = False, short: bool = False) -> TextGrid:
@@ -195,7 +208,10 @@ def _plain(text: str) -> str:
 
 
 def terminal(sheet: Sheet, width: int | None = None) -> str:
-    """Aligned columns within `width`, by default the terminal's: text is wrapped, then columns go below."""
+    """A sheet as aligned columns of at most `width` characters, by default the terminal's width.
+
+    Text is wrapped first; columns that still do not fit go below, in further panels.
+    """
     width = max(NARROWEST, width or shutil.get_terminal_size((120, 40)).columns)
     plans = [fit(grid, len, width, 2) for grid in grids(sheet)]
     plan = next((plan for plan in plans if len(plan.panels) == 1), plans[-1])
@@ -225,7 +241,8 @@ def _panel(plan: ColumnPlan, columns: list[int], rule: str, width: int) -> list[
 
     heads = [fold(plan.heads[i][0], wide[i], len) if i < left else plan.heads[i] for i in shown]
     deep = max(map(len, heads))
-    out = [*(joined(part) for part in zip(*([""] * (deep - len(h)) + h for h in heads))), rule]
+    aligned_heads = [[""] * (deep - len(head)) + head for head in heads]
+    out = [*map(joined, zip(*aligned_heads)), rule]
     for block in of_panel(plan, columns):
         if len(block[0]) == 1:
             out += textwrap.wrap(f"· {block[0][0]}", width)

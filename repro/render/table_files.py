@@ -46,38 +46,40 @@ def sheet_and_csv(flow: Workflow, name: str) -> tuple[Sheet, str]:
             `own-numbers`.
 
     Raises:
-        UserError: unknown table, or what its spec says wrongly.
+        UserError: an unknown table, or an error in its spec.
     """
     if name in OWN:
         return OWN[name](flow)
     paper, number = tables.split(name)
     results = table_results.table_results(flow, paper, number)
     if paper in papers.PAPERS and coverage.other_device(paper, "table", number):
-        bare = [key for key, one in results.by_key.items() if one.measurement.status in ("not_run", "no_stand_in")]
+        bare = [
+            key for key, measured in results.by_key.items() if measured.measurement.status in ("not_run", "no_stand_in")
+        ]
         results = results.marked({key: {"status": "other_device"} for key in bare})
-    changes, again = replicate.changes_and_notes(flow, name, results.by_key)
+    changes, notes = replicate.changes_and_notes(flow, name, results.by_key)
     results = results.marked(changes)
     sheet = content.sheet(results)
-    sheet = replace(sheet, notes=[*sheet.notes, *again])
+    sheet = replace(sheet, notes=[*sheet.notes, *notes])
     return sheet, to_csv([*results.measurements, *measure.fresh_operands(flow, results.cells)])
 
 
 def headline(flow: Workflow) -> tuple[Sheet, str]:
-    """The project's own Table 1: a line a claim that is measured; below, per paper, which of them are not."""
+    """The project's own Table 1: a row for each measured claim; below, by paper, the claims that are not measured."""
     head = tables.headline()
     judged = table_results.judged(flow, tables.headline_claims())
     rows: list[list[str]] = []
     waiting = []
     for paper in papers.PAPERS:
-        mine = [one for one in judged if tables.split(one.spec.table)[0] == paper]
-        if measured := [_headline_row(one) for one in mine if one.measured]:
+        of_paper = [claim for claim in judged if tables.split(claim.spec.table)[0] == paper]
+        if measured := [_headline_row(claim) for claim in of_paper if claim.measured]:
             rows += [[paper], *measured]
-        named = [f"{_ids(one)} {one.spec.says}" for one in mine if not one.measured]
+        named = [f"{_ids(claim)} {claim.spec.says}" for claim in of_paper if not claim.measured]
         figures = [text.partition(" ")[2] for text in head.figures_only if text.startswith(f"{paper} ")]
         if named or figures:
             waiting.append(f"Not measured of {paper}: {'; '.join([*named, *figures])}.")
     columns = ["claim", "what it says", "printed", "measured here", "verdict"]
-    cases = chain.from_iterable(one.cases for one in judged)
+    cases = chain.from_iterable(claim.cases for claim in judged)
     on_few = any("*" in case.on for case in cases)
     remarks = [
         f"Judged on the accepted results of scale {judged[0].scale}, whose models stand in for the papers'; values of "
@@ -91,36 +93,36 @@ def headline(flow: Workflow) -> tuple[Sheet, str]:
     ]
     top = ["claim", "says", "printed", "case", "from_printed", "measured", "lo", "hi", "on", "grade", "verdict"]
     lines = [[*top, "own_numbers", "why"]]
-    for one in judged:
-        said = [one.spec.claim, one.spec.says, one.spec.printed]
-        for c in one.cases:
+    for claim in judged:
+        facts = [claim.spec.claim, claim.spec.says, claim.spec.printed]
+        for c in claim.cases:
             numbers = [*map(text, (c.printed, c.measured, c.lo, c.hi))]
-            lines.append([*said, c.model, *numbers, c.on, one.grade, one.verdict, one.own_numbers, one.why])
+            lines.append([*facts, c.model, *numbers, c.on, claim.grade, claim.verdict, claim.own_numbers, claim.why])
     return Sheet(head.title, columns, rows, remarks, left=len(columns)), csv_text(lines)
 
 
-def _headline_row(one: judging.Judged) -> list[str]:
-    """A claim without its paper, what was printed and measured, and the verdict."""
-    shown = content.measured(one)
-    shown += "*" * any("*" in case.on for case in one.cases)  # on a few windows
-    word = "; ".join([one.said, *["one seed"] * one.one_seed])
-    return [_ids(one), one.spec.says, one.spec.printed, shown, f"{one.grade}: {word}"]
+def _headline_row(claim: judging.Judged) -> list[str]:
+    """The row of a claim: its number, what it says, what was printed and measured, and the verdict."""
+    values = content.measured(claim)
+    values += "*" * any("*" in case.on for case in claim.cases)  # on a few windows
+    word = "; ".join([claim.said, *["one seed"] * claim.one_seed])
+    return [_ids(claim), claim.spec.says, claim.spec.printed, values, f"{claim.grade}: {word}"]
 
 
-def _ids(one: judging.Judged) -> str:
-    return one.spec.claim.partition(" ")[2] or "figure"
+def _ids(claim: judging.Judged) -> str:
+    return claim.spec.claim.partition(" ")[2] or "figure"
 
 
 def printed_alone(flow: Workflow) -> tuple[Sheet, str]:
-    """What the papers' own numbers say of their claims: no verdict on a method, without a grade."""
+    """The table of the papers' own numbers: arithmetic on printed cells, without a verdict on a method or a grade."""
     judged = []
     lines = [["paper", *own_numbers.HEAD]]
     for paper in papers.PAPERS:
-        written = own_numbers.claims_of(paper)
-        mine = list(own_numbers.rows(table_results.judged(flow, written)))
-        mine += own_numbers.formula_rows(paper, own_numbers.without_predicate(paper, written))
-        judged += [[paper], *([row[0].partition(" ")[2], *row[1:]] for row in mine)] if mine else []
-        lines += [[paper, *row] for row in mine]
+        claims = own_numbers.claims_of(paper)
+        lines_of_paper = list(own_numbers.rows(table_results.judged(flow, claims)))
+        lines_of_paper += own_numbers.formula_rows(paper, own_numbers.without_predicate(paper, claims))
+        judged += [[paper], *([row[0].partition(" ")[2], *row[1:]] for row in lines_of_paper)] if lines_of_paper else []
+        lines += [[paper, *row] for row in lines_of_paper]
     remark = "Each printed cell is known to half a unit of its last digit: within rounding, both are possible."
     title = "The papers' own numbers: what arithmetic on printed cells says of a claim"
     return Sheet(title, own_numbers.HEAD, judged, [remark], left=len(own_numbers.HEAD)), csv_text(lines)
@@ -131,7 +133,7 @@ Ratios = dict[tuple[str, str], Interval]  # of perplexity to full precision, by 
 
 
 def compared(flow: Workflow) -> list[Measured]:
-    """The cells of any spec that compare recipes alike: of one seed, calibrated on the scale's text, no arithmetic."""
+    """The cells of all specs that are comparable: one seed, calibrated on the scale's text, not derived."""
     alike = []
     for cell in flow.table_cells("table2"):
         plain = cell.seeds == (0,) and not cell.calibration and not flow.operands(cell)
@@ -141,17 +143,20 @@ def compared(flow: Workflow) -> list[Measured]:
 
 
 def leaders(alike: Iterable[Measured], scale: Scale) -> tuple[Entries, Ratios]:
-    """What is measured of these cells, and the ratios of those with a perplexity; the first of equal columns counts."""
+    """The measurements of cells by model, recipe and column, and their ratios of perplexity to full precision.
+
+    Of cells with the same key, the first one counts.
+    """
     entries: Entries = {}
     ratios: Ratios = {}
-    for one in alike:
-        cell, m = one.cell, one.measurement
+    for measured in alike:
+        cell, m = measured.cell, measured.measurement
         if m.status not in MEASURED:
             continue
         label = _column(scale, cell)
         entries.setdefault(cell.stand_in, {}).setdefault(m.recipe, {}).setdefault(label, m)
-        if cell.unit == "ppl" and one.against:
-            ratios.setdefault((cell.stand_in, m.recipe), one.against)
+        if cell.unit == "ppl" and measured.against:
+            ratios.setdefault((cell.stand_in, m.recipe), measured.against)
     return entries, ratios
 
 
@@ -179,10 +184,10 @@ def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
 
 
 def _column(scale: Scale, cell: Cell) -> str:
-    """A measure by its own name: the text behind a corpus, or the metric's label."""
+    """The column of a cell: its text by its own name, then what it counts or its unit."""
     corpus = getattr(cell.params, "corpus", "")
-    shown = getattr(cell.params, "show", "") or getattr(cell.params, "count", "")
-    return " ".join(filter(None, [scale.text(corpus) if corpus else "", shown, cell.unit * (not shown)]))
+    count = getattr(cell.params, "show", "") or getattr(cell.params, "count", "")
+    return " ".join(filter(None, [scale.text(corpus) if corpus else "", count, cell.unit * (not count)]))
 
 
 def scattered(flow: Workflow) -> dict[str, dict[str, list[tuple[float | str, float, float | None, float | None, str]]]]:

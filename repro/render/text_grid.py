@@ -15,7 +15,7 @@ class MeasuredText(str):
 
 @dataclass(frozen=True)
 class TextGrid:
-    """A table as lines of text; `body` holds per row its lines, a section is one line with one text."""
+    """A table as lines of text; `body` has the lines of each row, and a section is one line with one text."""
 
     head: list[str]
     body: list[list[list[str]]]
@@ -24,9 +24,13 @@ class TextGrid:
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """Columns that fit a page; text columns may be narrower than their texts, and are to be wrapped.
+    """Columns that fit a page; text columns may be narrower than their texts, which then are wrapped.
 
-    `panels` holds per panel its value columns; each panel repeats the text columns. `totals` are the panels' widths.
+    Attributes:
+        heads: the lines of each column's heading.
+        widths: of each column.
+        panels: the value columns of each panel; every panel repeats the text columns.
+        totals: the width of each panel.
     """
 
     grid: TextGrid
@@ -37,7 +41,7 @@ class ColumnPlan:
 
 
 def fit(grid: TextGrid, measure: Measure, page: float, gap: float) -> ColumnPlan:
-    """Wrap heads, narrow the text columns, and split the value columns into panels where the page is too narrow."""
+    """Wrap heads, narrow the text columns, and split the value columns into panels if the page is too narrow."""
     left = grid.left
     count = len(grid.head)
     most = 0.45 * page  # of one value; a longer one is broken
@@ -59,9 +63,9 @@ def fit(grid: TextGrid, measure: Measure, page: float, gap: float) -> ColumnPlan
         natural[i] = max(natural[i], *map(measure, heads[i]))
 
     texts, values = natural[:left], natural[left:]
-    rest = page - sum(values) - gap * (count - 1)
+    room = page - sum(values) - gap * (count - 1)
     least = 0.3 * page if values else 0.0  # what text columns get before there are more panels
-    texts = shrink(texts, rest if rest >= min(sum(texts), least) else least)
+    texts = shrink(texts, room if room >= min(sum(texts), least) else least)
     widths = texts + values
 
     def total(columns: Sequence[int]) -> float:
@@ -86,7 +90,10 @@ def fit(grid: TextGrid, measure: Measure, page: float, gap: float) -> ColumnPlan
 
 
 def fold(text: str, width: float, measure: Measure) -> list[str]:
-    """Lines of at most `width`, broken at blanks, and inside words that are wider; a `MeasuredText` keeps its first."""
+    """Break a text into lines of at most `width`, at blanks or inside wider words.
+
+    Of a `MeasuredText` the first line is one, too.
+    """
     lines, rest = [], text
     while measure(rest) > width + 1e-6:
         n = max(1, bisect_right(range(1, len(rest)), width, key=lambda end: measure(rest[:end].rstrip())))
@@ -101,9 +108,9 @@ def fold(text: str, width: float, measure: Measure) -> list[str]:
 
 
 def of_panel(plan: ColumnPlan, columns: Sequence[int]) -> list[list[list[str]]]:
-    """What one panel shows of the grid's body: no line without a value in these columns, nor sections of none.
+    """The part of the grid's body that a panel shows: lines with a value in its columns, and sections with such lines.
 
-    A row whose printed values all stand in other panels keeps its label, before the measured ones.
+    If the printed values of a row are all in other panels, its label moves to its measured values.
     """
     if len(plan.panels) == 1:
         return plan.grid.body
@@ -116,15 +123,15 @@ def of_panel(plan: ColumnPlan, columns: Sequence[int]) -> list[list[list[str]]]:
         lines = [line for line in block if any(line[i] for i in columns)]
         if lines:
             sections[-1].append([[*block[0][:left], *lines[0][left:]], *lines[1:]])
-    shown = []
+    body = []
     for section in sections:
         title_alone = len(section) == 1 and len(section[0][0]) == 1
-        shown += [] if title_alone else section
-    return shown
+        body += [] if title_alone else section
+    return body
 
 
 def shrink(widths: Sequence[float], budget: float) -> list[float]:
-    """Narrow the widest until the sum is at most `budget`."""
+    """Narrow the widest widths to a common one so that the sum is at most `budget`."""
     for n, width in enumerate(order := sorted(widths)):
         level = (budget - sum(order[:n])) / (len(order) - n)
         if width > level:

@@ -10,7 +10,7 @@ from tiny_results import MODEL, SPEC, refusal
 
 from repro.core.errors import UserError
 from repro.render import table_files as rendered
-from repro.render.content import here
+from repro.render.content import measured_text
 from repro.results import measure, stored_rows
 from repro.results.accept import accept
 from repro.results.stored_rows import ORIGIN
@@ -87,7 +87,7 @@ def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
         )
         assert result == replace(fresh, source="stored") and result.status == "ok" and result.note == ""
         assert result.cell_key == (row, "", MODEL, "wiki") and other.cell_key == (twin, "Wiki", MODEL, "wikitext2_ppl")
-        assert here(result) == here(other)
+        assert measured_text(result) == measured_text(other)
         assert [getattr(result, name) for name in SAME] == [getattr(other, name) for name in SAME]
     refused = shown(asked, "refused")
     assert (refused.status, refused.value) == ("unsupported", None) and refused.note
