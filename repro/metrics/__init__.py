@@ -1,6 +1,6 @@
-"""Metrics: one file each, one line here. What a metric has to say, and what it may, says `metric.Metric`.
+"""The metrics: one file each, and one line in the dict here. `metric.Metric` documents the interface.
 
-A metric says what a spec may ask, which jobs it needs, how one runs, and what its observations give.
+A metric defines what a spec may ask for, which jobs it needs, how its job runs, and how observations give the value.
 """
 
 from typing import Any
@@ -81,5 +81,5 @@ NONE = Metric()
 
 
 def metric_of(cell: Any) -> Metric:
-    """The metric of a cell with its parameters; one without jobs or values for a cell that nothing measures."""
+    """The metric of a cell with its parameters; `NONE`, without jobs or values, if nothing measures the cell."""
     return NONE if cell.params is None else cell.params

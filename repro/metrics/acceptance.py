@@ -41,9 +41,9 @@ from repro.store.observations import Observations, Series
 
 GRAM = 4
 LEAST = 2  # new tokens: that of the prefill, and one of an iteration
-# What is shown to the one series that it takes.
+# `show` to the series that it is the mean of.
 ALONE = {"repeated 4-grams": "repeated", "median iteration": "median", "draft passes": "passes"}
-CONFIGS = {  # of each draft, and the options that `Acceptance` may set
+CONFIGS = {  # draft to its configuration, and the options of it that `Acceptance` may set
     "subspec": (subspec.Config, ("bits", "top_k", "depth")),
     "apart": (drafts.Apart, ("bits", "top_k", "depth")),
     "self": (subspec.Config, ("bits", "top_k", "depth")),
@@ -58,7 +58,7 @@ FEW, SHORT = 3, 64  # prompts and new tokens of a build's own measurement: a dra
 
 @dataclass(frozen=True)
 class Protocol:
-    """The first `prompts` of a shuffle of the set by seed 0, as the authors draw them; at most `tokens` new ones."""
+    """The first `prompts` of the set, shuffled by seed 0 as in the authors' code; at most `tokens` new ones each."""
 
     prompts: int = 40
     tokens: int = 256
@@ -121,26 +121,26 @@ class Acceptance(Metric):
         if self.draft == "none":
             self._check_no_options()
             return None
-        made, options = CONFIGS[self.draft]
-        given = {}
+        config_class, options = CONFIGS[self.draft]
+        values = {}
         for name in ("bits", "top_k", "depth", "budget"):
             value = getattr(self, name)
             if value and name not in options:
                 raise UserError(f"draft {self.draft} has no option {name!r}; options: {', '.join(options)}")
             if value:
-                given[name] = value
+                values[name] = value
         if (self.draft in OWN) != bool(self.draft_model):
             needs = "needs a draft_model" if self.draft in OWN else "is made of the target; leave out draft_model"
             raise UserError(f"draft {self.draft} {needs}")
         if self.draft_temperature:
-            given["sampled_temperature" if self.temperature else "temperature"] = self.draft_temperature
-        return made(**given)
+            values["sampled_temperature" if self.temperature else "temperature"] = self.draft_temperature
+        return config_class(**values)
 
     def _check_no_options(self) -> None:
-        """Raise where an option of a draft is given and there is none.
+        """Check that no option of a draft is given.
 
         Raises:
-            UserError: it is.
+            UserError: one is.
         """
         for name in ("bits", "top_k", "depth", "budget", "draft_temperature", "draft_model"):
             if getattr(self, name):
@@ -150,10 +150,10 @@ class Acceptance(Metric):
         """Of several sets the cell of each, of the same recipe; none of a single one."""
         if len(self.sets) == 1:
             return {}
-        each = {}
+        by_name = {}
         for name in self.sets:
-            each[_identifier(name)] = (None, asdict(self) | {"kind": "acceptance", "prompts": name})
-        return each
+            by_name[_identifier(name)] = (None, asdict(self) | {"kind": "acceptance", "prompts": name})
+        return by_name
 
     @property
     def quantity(self) -> str:
@@ -218,9 +218,8 @@ class Acceptance(Metric):
                 columns[name].append(value)
             length = counts["tokens"] / counts["iterations"]
             print(f"{options['prompts']} {prompt.id}: {length:.2f} tokens an iteration", flush=True)
-        group = (
-            f"{options['prompts']}, first {options['count']}, {options['tokens']} tokens, T {options['temperature']:g}"
-        )
+        group = f"{options['prompts']}, first {options['count']}, {options['tokens']} tokens"
+        group += f", T {options['temperature']:g}"
         if len(fitting) < options["count"] or any(new < options["tokens"] for *_, new in fitting):
             group = f"{group}, within the context ({len(fitting)} of {options['count']} prompts)"
         series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in columns.items()}
@@ -230,15 +229,15 @@ class Acceptance(Metric):
         """New tokens and iterations of the prompts; of the less repetitive half, those up to the median share."""
         if self.show in ALONE:
             return observed["prompts"].only(ALONE[self.show])  # older observations lack some
-        kept = observed["prompts"].series
-        both = {name: kept[name] for name in ("tokens", "iterations")}
+        recorded = observed["prompts"].series
+        sums = {name: recorded[name] for name in ("tokens", "iterations")}
         if self.show == "length":
-            return both
-        share = kept["repeated"].values
+            return sums
+        share = recorded["repeated"].values
         chosen = np.sort(np.argsort(share, kind="stable")[: -(-len(share) // 2)])
         half = {}
-        for name, one in both.items():
-            half[name] = Series(one.values[chosen], one.axis, f"{one.group}, less repetitive half")
+        for name, series in sums.items():
+            half[name] = Series(series.values[chosen], series.axis, f"{series.group}, less repetitive half")
         return half
 
     def value(self, mean: Mapping[str, Any]) -> Any:
@@ -247,7 +246,7 @@ class Acceptance(Metric):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """An iteration gives its bonus token at least, and a whole path with it at most; or a share, or passes."""
+        """An iteration gives at least the bonus token, and at most a whole path of the tree in addition."""
         if self.show == "repeated 4-grams":
             return 0.0, 1.0
         if self.show == "draft passes":
@@ -256,7 +255,7 @@ class Acceptance(Metric):
 
     @property
     def _deepest(self) -> float:
-        """Levels of a tree at most."""
+        """The most levels of a tree."""
         return float(self.config.depth) if self.config else 0.0
 
 
@@ -285,31 +284,33 @@ def speculating(options: Mapping[str, Any], weights_folder: Path | None) -> Spec
         names = (options["model"], options["draft_model"])
         hub = options["hub"]
         drafts.check_vocabulary(*(models.tokenizer(name, hub) for name in names), names)
-        own = compress.load(options | {"device": "cpu", "model": names[1], "recipe": "fp16"}, None)
-        weights.check(names[1], own.model.config, context)
-        drafting = weights.decoder(own, context + config.slots, device, dtype)
+        draft_model = compress.load(options | {"device": "cpu", "model": names[1], "recipe": "fp16"}, None)
+        weights.check(names[1], draft_model.model.config, context)
+        drafting = weights.decoder(draft_model, context + config.slots, device, dtype)
     return Speculating(options["model"], target, drafting, config, options["hub"])
 
 
-def fit(core: Core, asked: Sequence[prompts.Prompt], most: int) -> Iterator[tuple[int, prompts.Prompt, int]]:
-    """Number, prompt and new tokens of the prompts that the context holds: at most `most`, less behind a long one.
+def fit(core: Core, candidates: Sequence[prompts.Prompt], most: int) -> Iterator[tuple[int, prompts.Prompt, int]]:
+    """The prompts that fit into the context: number, prompt, and how many new tokens, at most `most`, fit after it.
 
     Raises:
-        NotMeasurable: it holds none.
+        NotMeasurable: none fits.
     """
-    sizes = [len(core.tokenizer(prompt.text)["input_ids"]) for prompt in asked]
+    sizes = [len(core.tokenizer(prompt.text)["input_ids"]) for prompt in candidates]
     if min(sizes) > core.context - LEAST:
-        said = f"the shortest of {len(asked)} prompts has {min(sizes):,} tokens, and the context is {core.context:,}"
-        raise NotMeasurable("too_long", f"{said}; name another set, or a model of a larger context")
-    for number, (prompt, size) in enumerate(zip(asked, sizes)):
+        problem = (
+            f"the shortest of {len(candidates)} prompts has {min(sizes):,} tokens, and the context is {core.context:,}"
+        )
+        raise NotMeasurable("too_long", f"{problem}; name another set, or a model of a larger context")
+    for number, (prompt, size) in enumerate(zip(candidates, sizes)):
         if size <= core.context - LEAST:
             yield number, prompt, min(most, core.context - size)
 
 
 def drafted_counts(batch: Any) -> dict[str, float]:
-    """Of a generation with a draft that has ended: tokens, iterations, median tokens of one, draft passes of one.
+    """Counts of a finished generation with a draft: tokens, iterations, median tokens and draft passes per iteration.
 
-    The prefill is an iteration, but none of the median.
+    The prefill counts as an iteration, but not for the median.
     """
     lengths = batch.lengths
     passes = batch.passes or [0]
@@ -318,16 +319,16 @@ def drafted_counts(batch: Any) -> dict[str, float]:
 
 
 def plain_counts(batch: Any, tokens: list[int]) -> dict[str, float]:
-    """The same without a draft, where an iteration is a pass of the target: the prefill, then a step for each token."""
+    """The same counts without a draft: an iteration is a pass of the target, the prefill or the step of a token."""
     return {"tokens": len(tokens), "iterations": 1 + len(batch.seconds), "median": 1, "passes": 0}
 
 
 def _identifier(name: str) -> str:
-    """The name of a set as an expression has it."""
+    """The name of a set as an identifier in an expression."""
     return re.sub(r"\W", "_", name)
 
 
 def repeated(tokens: list[int]) -> float:
-    """The share of a text's 4-grams that it had before; 0 of a shorter text."""
+    """The share of a text's 4-grams that occurred in it before; 0 if it has none."""
     grams = list(zip(*(tokens[start:] for start in range(GRAM))))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

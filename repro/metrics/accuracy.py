@@ -1,4 +1,4 @@
-"""What every share of right answers is: how items are scored, what full precision at chance says, how it is read."""
+"""The base of metrics that are shares of right answers: scoring of items, chance, comparison with full precision."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ class Accuracy(Metric):
 
     def status(self, full: Mapping[str, Series]) -> str:
         """`at_chance` where full precision itself is less than 3 standard errors above chance, else `ok`."""
-        correct = {name.partition("/")[0]: one.values for name, one in full.items()}
+        correct = {name.partition("/")[0]: series.values for name, series in full.items()}
         return "at_chance" if scoring.at_chance(correct) else "ok"
 
     @property
@@ -46,19 +46,24 @@ class Accuracy(Metric):
 def scored(
     lm: LowBitModel, folder: Path, task: str, limit: int | None, tokens: int, columns: Sequence[str] = ("correct",)
 ) -> dict[str, Series]:
-    """The items of a task with given answers, by log likelihoods: a series a column; what has no value is left out.
+    """Score the items of a task with given answers by log likelihoods: a series per column, without missing values.
 
     Args:
         lm: the model.
         folder: of the job `requests`.
-        limit: how many items were taken; None is all.
-        tokens: in a forward pass.
+        task: its name.
+        limit: how many items the requests hold; None is all.
+        tokens: per forward pass.
         columns: of `repro.data.task_scores.run`.
 
     Raises:
         UserError: damaged requests, an answer beyond the context, NaN in the logits.
     """
-    one = stored.load(folder / requests.OUTPUTS[0])
-    label = f"lm-eval {one.meta['harness']}" + (f" n{limit}" if limit else "") + f": {task}"
-    frame = scoring.run(lm.model, [one], tokens)
-    return {f"{task}/{name}": Series(frame[name].dropna().to_numpy(dtype=float), "items", label) for name in columns}
+    task_requests = stored.load(folder / requests.OUTPUTS[0])
+    label = f"lm-eval {task_requests.meta['harness']}" + (f" n{limit}" if limit else "") + f": {task}"
+    frame = scoring.run(lm.model, [task_requests], tokens)
+    series = {}
+    for name in columns:
+        values = frame[name].dropna().to_numpy(dtype=float)
+        series[f"{task}/{name}"] = Series(values, "items", label)
+    return series

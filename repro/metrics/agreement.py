@@ -36,8 +36,8 @@ class Agreement(Metric):
         """The two jobs that quantize layer after layer."""
         damage = sensitivity.Sensitivity("damage")
         jobs = {}
-        for role, at in (("one", target), ("other", target.under(self.other))):
-            for job in damage.jobs(at).values():  # none in full precision
+        for role, compressed in (("one", target), ("other", target.under(self.other))):
+            for job in damage.jobs(compressed).values():  # none in full precision
                 jobs[role] = job
         return jobs
 
@@ -53,15 +53,15 @@ class Agreement(Metric):
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The agreement of two mean damages `[layers]`; of equal damages the earlier layer counts as worse."""
-        one, other = (np.stack(by_layer(mean, role)) for role in ("one", "other"))
+        damages, other_damages = (np.stack(by_layer(mean, role)) for role in ("one", "other"))
         if self.show == "rho":
-            return sensitivity.spearman(one, other)
-        orders = [np.argsort(-damage, axis=0, kind="stable") for damage in (one, other)]
+            return sensitivity.spearman(damages, other_damages)
+        orders = [np.argsort(-damage, axis=0, kind="stable") for damage in (damages, other_damages)]
         if self.show == "moved":
-            return 100 * np.abs(orders[0][0] - orders[1][0]) / len(one)
-        count = sensitivity.top(len(one), self.top)
-        both = sum((orders[0][i] == orders[1][:count]).sum(0) for i in range(count))
-        jaccard = both / (2 * count - both)
+            return 100 * np.abs(orders[0][0] - orders[1][0]) / len(damages)
+        count = sensitivity.top(len(damages), self.top)
+        shared = sum((orders[0][i] == orders[1][:count]).sum(0) for i in range(count))
+        jaccard = shared / (2 * count - shared)
         return jaccard if self.show == "jaccard" else 100 * (1 - jaccard) / (1 + jaccard)
 
     @property

@@ -45,9 +45,9 @@ class Bench(External):
     def origin(all_params: Sequence["Bench"]) -> dict[str, str]:
         """Where numbers come from, as fields of a measurement."""
         facts = [_read(params) for params in all_params]
-        joined = {key: " + ".join(sorted({one[key] for one in facts})) for key in ("device", "commit")}
+        joined = {key: " + ".join(sorted({entry[key] for entry in facts})) for key in ("device", "commit")}
         built = any(_path(params).is_relative_to(BUILT) for params in all_params)
-        calculated = any(one.get("status") == "calculated" for one in facts)
+        calculated = any(entry.get("status") == "calculated" for entry in facts)
         return joined | {
             "device_class": "cuda",
             "protocol": " + ".join(sorted(set(map(_protocol, all_params)))),

@@ -42,8 +42,8 @@ class BertScore(Metric):
         Raises:
             UserError: what `Switching` refuses.
         """
-        given = self.prompts, self.schedule, self.quantile, self.control
-        return Switching("rougeL", *given)  # type: ignore[arg-type]
+        fields = self.prompts, self.schedule, self.quantile, self.control
+        return Switching("rougeL", *fields)  # type: ignore[arg-type]
 
     def lacking(self) -> str:
         """Why it cannot be measured here; empty if it can."""
@@ -73,7 +73,7 @@ class BertScore(Metric):
 
     @staticmethod
     def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
-        """Of the cells of other rows that without a schedule of the fewest bits."""
+        """The cell of another row, without a schedule, of the fewest bits, which full precision must beat."""
         return switching.fewest_bits(cell, peers)
 
     @property

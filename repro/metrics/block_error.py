@@ -71,29 +71,31 @@ class BlockError(Metric):
         for inputs in INPUTS:
             values = errors(full, quantized, cut.to(full.device), inputs == "full")
             series[f"{inputs}/blocks"] = Series(values.mean(0), "layers", group)
-            series |= {f"{inputs}/{number}": Series(one, "windows", group) for number, one in enumerate(values.T)}
+            series |= {
+                f"{inputs}/{number}": Series(of_block, "windows", group) for number, of_block in enumerate(values.T)
+            }
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The windows of every block, or for a figure the blocks' means."""
-        recorded = {
-            name.partition("/")[2]: one
-            for name, one in observed["errors"].series.items()
-            if name.startswith(f"{self.inputs}/")
-        }
+        recorded = {}
+        for name, values in observed["errors"].series.items():
+            inputs, _, column = name.partition("/")
+            if inputs == self.inputs:
+                recorded[column] = values
         if self.show == "blocks":
             return {"blocks": recorded["blocks"]}
-        return {name: one for name, one in recorded.items() if name != "blocks"}
+        return {name: values for name, values in recorded.items() if name != "blocks"}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean over blocks, or that of the later ones over that of the earlier ones."""
         if self.show == "blocks":
             return mean["blocks"]
-        each = np.stack([mean[str(number)] for number in range(len(mean))])
-        half = len(each) // 2
+        by_block = np.stack([mean[str(number)] for number in range(len(mean))])
+        half = len(by_block) // 2
         if self.show == "mean" or not half:
-            return each.mean(0)
-        return each[-half:].mean(0) / each[:half].mean(0)
+            return by_block.mean(0)
+        return by_block[-half:].mean(0) / by_block[:half].mean(0)
 
     @property
     def reference(self) -> bool:
@@ -151,10 +153,10 @@ def errors(full: nn.Module, quantized: nn.Module, windows: Tensor, alone: bool) 
 
     hooks = []
     try:
-        for number, ((name, block), other) in enumerate(pairs):
+        for number, ((name, block), quantized_block) in enumerate(pairs):
             hooks.append(block.register_forward_hook(keep(number)))
-            hooks.append(other.register_forward_pre_hook(feed(number)))
-            hooks.append(other.register_forward_hook(compare(number, name)))
+            hooks.append(quantized_block.register_forward_pre_hook(feed(number)))
+            hooks.append(quantized_block.register_forward_hook(compare(number, name)))
         for window in windows:
             for model in (full, quantized):
                 model.eval().base_model(window[None], use_cache=False)

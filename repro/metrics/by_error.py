@@ -77,14 +77,13 @@ class ByError(Metric):
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         check_context(model, options["length"])
         errors, nll = [], []
-        for some in windows(ids, options["length"], options["windows"]).to(full.device).split(TOGETHER):
-            errors.append(1 - traces(full, base, some)[:, :-1])
+        for batch in windows(ids, options["length"], options["windows"]).to(full.device).split(TOGETHER):
+            errors.append(1 - traces(full, base, batch)[:, :-1])
             with torch.no_grad():
-                nll.append(token_nll(model, model.base_model(some, use_cache=False).last_hidden_state, some))
+                nll.append(token_nll(model, model.base_model(batch, use_cache=False).last_hidden_state, batch))
         group = f"{options['label']} on {identity['label']}"
-        observations.save(
-            folder / observations.FILE, quartiles(np.concatenate(errors), np.concatenate(nll), group), origin
-        )
+        series = quartiles(np.concatenate(errors), np.concatenate(nll), group)
+        observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """Sum and count of the quartile, by window."""

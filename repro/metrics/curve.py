@@ -55,9 +55,8 @@ class Curve(Metric):
             return {}
         blocks = [merged(block, self.merged) for block in pieces(curve.values, stretches(target))]
         if self.show == "spikes":
-            return {
-                "spikes": Series(np.asarray([sum(spikes(b, self.factor, self.window) for b in blocks)], float), "model")
-            }
+            count = sum(spikes(block, self.factor, self.window) for block in blocks)
+            return {"spikes": Series(np.asarray([count], float), "model")}
         loss = np.concatenate(blocks)
         place = 100 * (np.arange(len(loss)) + 0.5) / len(loss)
         return {self.show: Series(loss if self.show == "loss" else place, "points")}

@@ -30,7 +30,7 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Protocol:
-    """`new` greedy tokens after `prompt` random ones, of `batch` sequences; a round before the first is dropped."""
+    """`new` greedy tokens after `prompt` random ones, for `batch` sequences; one round of warm-up is dropped."""
 
     prompt: int = 128
     new: int = 64
@@ -80,8 +80,10 @@ class Decode(Metric):
         size = options["prompt"], options["new"], options["batch"]
         rounds = [core.time(*size) for _ in range(1 + options["rounds"])][1:]
         group = f"decode {size[0]}+{size[1]} x{size[2]}, {options['dtype']}"
-        values = {shown: np.asarray([getattr(one, name) for one in rounds], float) for shown, name in SHOWN.items()}
-        series = {shown: Series(one, "items", group) for shown, one in values.items()}
+        series = {}
+        for label, name in SHOWN.items():
+            values = [getattr(stats, name) for stats in rounds]
+            series[label] = Series(np.asarray(values, float), "items", group)
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:

@@ -9,9 +9,10 @@ from repro.metrics.metric import Metric
 
 @dataclass(frozen=True)
 class Derived(Metric):
-    """`quantity` over names; each name is a recipe, or a mapping: `recipe`, `measure`, other keys that go over `of`.
+    """An expression (`quantity`) over named cells (`cells`).
 
-    `against`: how it is read against full precision, such as `q - f`.
+    A name maps to a recipe, or to a mapping with `recipe`, and `measure` or single keys that override those of `of`.
+    `against` compares the value (q) with full precision (f), such as `q - f`.
 
     Example: `quantity: (b - s) / (b - f)`, `cells: {s: "{recipe}", b: rtn-w4-pc, f: fp16}`.
     """
@@ -30,12 +31,10 @@ class Derived(Metric):
             raise UserError(f"cells: {shortened(odd[0])!r} is not a name; use letters, digits and underscores")
 
     def operands(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        """Name to the recipe and the measure of the cell that it stands for."""
-        whole = {name: {"recipe": cell} if isinstance(cell, str) else cell for name, cell in self.cells.items()}
-        return {
-            name: (
-                cell.get("recipe", ""),
-                cell.get("measure", self.of | {k: v for k, v in cell.items() if k != "recipe"}),
-            )
-            for name, cell in whole.items()
-        }
+        """Name to the recipe and the measure of its cell."""
+        mappings = {name: {"recipe": cell} if isinstance(cell, str) else cell for name, cell in self.cells.items()}
+        by_name = {}
+        for name, cell in mappings.items():
+            other_keys = {key: value for key, value in cell.items() if key != "recipe"}
+            by_name[name] = (cell.get("recipe", ""), cell.get("measure", self.of | other_keys))
+        return by_name

@@ -105,11 +105,11 @@ class Exam(Accuracy):
             lm = compress.load(options, folders.get("weights"))
             series = scored(lm, folders["requests"], options["task"], options["items"], options["tokens"])
         else:
-            one = generated.load(folders["questions"] / questions.OUTPUTS[0])
+            task = generated.load(folders["questions"] / questions.OUTPUTS[0])
             lm = compress.load(options | {"device": "cpu"}, folders.get("weights"))
-            texts = list(answers(lm, one, options))
-            graded = dict(zip(("correct", "chance"), generated.graded(options["task"], texts, one.items)))
-            label = f"lm-eval {one.meta['harness']} n{options['items']}: {options['task']}"
+            texts = list(answers(lm, task, options))
+            graded = dict(zip(("correct", "chance"), generated.graded(options["task"], texts, task.items)))
+            label = f"lm-eval {task.meta['harness']} n{options['items']}: {options['task']}"
             series = {f"{options['task']}/{name}": Series(values, "items", label) for name, values in graded.items()}
         observations.save(folder / observations.FILE, series, origin)
 
@@ -131,12 +131,12 @@ class Exam(Accuracy):
         return False
 
 
-def answers(lm: LowBitModel, one: generated.Questions, options: Mapping[str, Any]) -> Iterator[str]:
+def answers(lm: LowBitModel, task: generated.Questions, options: Mapping[str, Any]) -> Iterator[str]:
     """The greedy answer to each question, up to a stop string; prompts are cut from the left to fit, as in lm-eval.
 
     Args:
         lm: the model on the CPU.
-        one: the questions.
+        task: the questions.
         options: `model`, `hub`, `device`, `dtype`, `task`, and how many are decoded `together`.
 
     Raises:
@@ -146,10 +146,10 @@ def answers(lm: LowBitModel, one: generated.Questions, options: Mapping[str, Any
     context = min(CONTEXT, context_of(lm))
     if new >= context:
         raise NotMeasurable("too_long", f"answers of {new} tokens do not fit a context of {context}")
-    prompts = [ids[-(context - new) :].tolist() for ids in one.prompts]
+    prompts = [ids[-(context - new) :].tolist() for ids in task.prompts]
     device = torch.device(options["device"])
     dtype = getattr(torch, options["dtype"])
-    stop = one.stop
+    stop = task.stop
     if lm.attachments:
         model = lm.model.to(device, dtype)
         tokenizer = models.tokenizer(options["model"], options["hub"])
@@ -214,7 +214,7 @@ def _text(row: Sequence[int], tokenizer: Any, ends: set[int]) -> str:
 
 def _ended(row: Sequence[int], tokenizer: Any, ends: set[int], stop: Sequence[str]) -> bool:
     text = _text(row, tokenizer, ends)
-    return bool(ends & set(row)) or any(one in text for one in stop)
+    return bool(ends & set(row)) or any(stop_text in text for stop_text in stop)
 
 
 def context_of(lm: LowBitModel) -> int:
@@ -224,4 +224,4 @@ def context_of(lm: LowBitModel) -> int:
 
 def before(text: str, stop: Sequence[str]) -> str:
     """A text up to the first stop string in it."""
-    return text[: min((text.find(one) for one in stop if one in text), default=len(text))]
+    return text[: min((text.find(stop_text) for stop_text in stop if stop_text in text), default=len(text))]

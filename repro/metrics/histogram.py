@@ -1,8 +1,8 @@
 """Distribution of stored codes, and of the weights that they stand for, over all block linears (Bit-by-Bit, Figure 3).
 
-Weights are counted in bins of equal width that full precision's weights set: their largest magnitude but for one in a
-thousand, which lie in the outermost bins, as whatever is larger. So all widths of a master share their bins. A channel
-that is stored as two columns has one weight and two codes; columns that read 0 have codes, too.
+Weights are counted in bins of equal width. The outermost bins' middles are at the magnitude that one in a thousand of
+full precision's weights exceeds; larger weights count in these bins. So all widths of a master share their bins. A
+channel that is stored as two columns has one weight and two codes; columns that read 0 have codes, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,13 +27,13 @@ from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
 GROUP = 32  # columns of a group of weights that have no scales
-PAIRS = 2**24  # of values of groups that are compared at a time
+PAIRS = 2**24  # pairs of values that are compared at a time
 BEYOND = 1e-3  # share of full precision's weights that are larger than the last bin's middle
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """So many `bins`, an odd number: one has 0 in its middle."""
+    """The number of `bins`; odd, so that 0 is the middle of one."""
 
     bins: int = 101
 
@@ -44,12 +44,14 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Histogram(Metric):
-    """`values`: in how many bins as many weights each would be as uneven, exp of the histogram's entropy; `groups`: the
-    same of the different values in one group, the mean over groups of as many columns as share a scale (32 of a model
-    without scales).
+    """How evenly weights use their values.
 
-    For a figure: the share of `weights` in each bin, or of `codes`, in percent; where the bins (`bins`), or what the
-    codes stand for in steps of their master (`levels`), lie.
+    `values` is the effective number of bins, the exponential of the histogram's entropy. `groups` is the effective
+    number of different values in a group, the mean over groups; a group is the columns that share a scale (32 in a
+    model without scales).
+
+    For a figure: the share in percent of `weights` in each bin or of each of the `codes`, and the x values that belong
+    to them: the middles of the `bins`, or the `levels` that codes stand for, in steps of their master.
     """
 
     VERSION = 1
@@ -86,14 +88,17 @@ class Histogram(Metric):
         reach = largest([linear.weight for linear in block_linears(full).values()])
         middles, shares = of_weights([linear.weight for linear in linears(lm.model)], reach, options["bins"])
         series = {"bins": Series(middles, "bins"), "weights": Series(shares, "bins")}
-        stored = [one.codes for one in lm.weights.values()] or [linear.weight for linear in linears(lm.model)]
-        widths = [getattr(one, "group", 0) or one.codes.shape[1] for one in lm.weights.values()] or [GROUP] * len(
-            stored
-        )
-        series["groups"] = Series(np.asarray([of_groups(stored, widths)]), "model")
         if lm.weights:
+            stored = [weight.codes for weight in lm.weights.values()]
+            widths = [getattr(weight, "group", 0) or weight.codes.shape[1] for weight in lm.weights.values()]
             levels, shares = of_codes(lm.weights)
-            series |= {"levels": Series(levels, "codes"), "codes": Series(shares, "codes")}
+            by_code = {"levels": Series(levels, "codes"), "codes": Series(shares, "codes")}
+        else:
+            stored = [linear.weight for linear in linears(lm.model)]
+            widths = [GROUP] * len(stored)
+            by_code = {}
+        series["groups"] = Series(np.asarray([of_groups(stored, widths)]), "model")
+        series |= by_code
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
@@ -149,11 +154,13 @@ def of_codes(weights: Mapping[str, QuantizedWeight]) -> tuple[np.ndarray, np.nda
     Raises:
         UserError: layers with different widths.
     """
-    forms = {(one.bits, getattr(one, "shift", 0), getattr(one, "delta", "zero")) for one in weights.values()}
+    forms = set()
+    for weight in weights.values():
+        forms.add((weight.bits, getattr(weight, "shift", 0), getattr(weight, "delta", "zero")))
     if len(forms) > 1:
         raise UserError(f"codes of {', '.join(sorted({f'{b} bits' for b, *_ in forms}))} have no common histogram")
     ((bits, shift, delta),) = forms
-    counts = sum(np.bincount(one.codes.flatten().cpu().numpy(), minlength=2**bits) for one in weights.values())
+    counts = sum(np.bincount(weight.codes.flatten().cpu().numpy(), minlength=2**bits) for weight in weights.values())
     return np.arange(2**bits) * 2**shift + quantizer.offset(shift, delta), counts / counts.sum()
 
 
@@ -170,14 +177,14 @@ def of_groups(values: Sequence[Tensor], groups: Sequence[int]) -> float:
     """
     total, count = 0.0, 0
     for tensor, size in zip(values, groups, strict=True):
-        for some in quantizer.split(tensor.detach(), size).flatten(0, 1).split(max(1, PAIRS // size**2)):
-            equal = (some[:, :, None] == some[:, None, :]).sum(-1)  # how many have the value of each
+        for batch in quantizer.split(tensor.detach(), size).flatten(0, 1).split(max(1, PAIRS // size**2)):
+            equal = (batch[:, :, None] == batch[:, None, :]).sum(-1)  # how many have the value of each
             total += float((equal.double() / size).log().mean(1).neg().exp().sum())
-            count += len(some)
+            count += len(batch)
     return total / count
 
 
 def effective(shares: np.ndarray) -> float:
     """exp of the entropy of shares that add up to 1."""
-    there = shares[shares > 0]
-    return float(np.exp(-(there * np.log(there)).sum()))
+    positive = shares[shares > 0]
+    return float(np.exp(-(positive * np.log(positive)).sum()))

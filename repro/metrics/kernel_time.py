@@ -1,7 +1,7 @@
-"""What a kernel or peer takes on layers of real shapes, and at which share of the read floor, rate or error.
+"""Times of kernels and peers on layers of real shapes, and their share of the read floor, rate or error.
 
-No job and no model: the rows are those of `repro bench` on this machine (build/kernels.csv), else accepted ones. A row
-is a median over rounds with its 20th and 80th percentile, from which the interval of the median comes.
+It needs no job and no model: rows are those of `repro bench` on this machine (build/kernels.csv), else accepted ones. A
+row has the median over rounds, and the 20th and 80th percentile, from which the interval of the median follows.
 """
 
 import math
@@ -42,17 +42,19 @@ TIMED = ("us", "fraction", "rate", "bandwidth")  # those whose interval is that 
 
 @dataclass(frozen=True)
 class KernelTime(External):
-    """Whose time, on which layers.
+    """The time of the fastest of some kernels on one or several layers.
 
     Attributes:
-        who: labels `format/dtype/provider` with blanks between, `*` for any; the fastest counts.
+        who: labels `format/dtype/provider`, separated by blanks, `*` for any; the fastest counts.
         tokens: rows of activations.
-        layers: one (`4096x14336`, N x K), or all, large (from 4096 x 4096 on) or small: one value a layer, for
-            arithmetic to reduce by geomean, min or max.
-        show: microseconds; as recorded, where a peer's time is rescaled; share of the read floor; 10^12 operations or
-            bytes a second; relative error; bytes that must be read; operations a byte.
-        device: whose times; by default that of the rows built here, or the H200.
-        partial: leave out layers without a time; else one such layer leaves no value.
+        layers: a layer (`4096x14336`, N x K); or `all`, `large` (from 4096 x 4096 on) or `small`, which give a value
+            for each layer, to be reduced by geomean, min or max.
+        show: `us`, microseconds; `recorded`, the same, but of a rescaled peer as it was recorded; `fraction`, the share
+            of the read floor; `rate` and `bandwidth`, 10^12 operations or bytes a second; `relerr`, relative error;
+            `bytes` that must be read; `intensity`, operations a byte.
+        mode: whether weights are cold or warm in the L2 cache.
+        device: of the times; by default that of the rows built here, else the H200.
+        partial: leave out layers without a time; otherwise one such layer leaves no value.
     """
 
     VERSION = 1
@@ -67,17 +69,17 @@ class KernelTime(External):
     unit: str = "us"
 
     def read(self) -> Quantity | None:
-        """The number of one layer, or one a layer; None where a time is missing."""
+        """The number of one layer, or of each layer; None if a time is missing."""
         rows = chosen(self)
-        known = {name: _interval(row, self.show) for name, row in rows.items()}
+        intervals = {name: _interval(row, self.show) for name, row in rows.items()}
 
         def value(mean: Mapping[str, Any]) -> Any:
             return np.stack([mean[name] for name in rows]) if self.several() else mean[self.layers]
 
-        return Quantity([{}], value, known=known) if rows else None
+        return Quantity([{}], value, known=intervals) if rows else None
 
     def several(self) -> bool:
-        """Whether there is a number a layer, which a cell by itself shows as their geometric mean."""
+        """Whether there is a number for each layer, of which a cell shows the geometric mean."""
         return self.layers in LAYERS
 
     @staticmethod
@@ -86,17 +88,25 @@ class KernelTime(External):
 
         `unattested`: a row was timed before versions were kept, and stands until it is timed anew.
         """
-        rows, shown = [], []  # `shown`: but those whose stored time is asked for
+        rows: list[KernelRow] = []
+        rescaled_rows: list[KernelRow] = []  # those that are shown as they are rescaled in this run
         for params in all_params:
             rows += chosen(params).values()
             if params.show != "recorded":
-                shown += chosen(params).values()
+                rescaled_rows += chosen(params).values()
         measured = [row for row in rows if row.status == "ok"]
-        here = all(row.built for row in rows)
-        old = any(not row.versions for row in measured)
+        all_built = all(row.built for row in rows)
+        unattested = any(not row.versions for row in measured)
         changed = any(row.versions not in ("", kernel_rows.versions(row.label)) for row in measured)
-        rescaled = any(row.status == "rescaled" for row in shown)
-        facts = {to: {getattr(row, of) for row in rows} for to, of in FACTS.items()}
+        rescaled = any(row.status == "rescaled" for row in rescaled_rows)
+        if all_built:
+            source = "fresh"
+        else:
+            source = "unattested" if unattested else "stored"
+        note = RESCALED if rescaled else ""
+        facts: dict[str, set[str]] = {}
+        for field, column in FACTS.items():
+            facts[field] = {getattr(row, column) for row in rows}
         facts["environment"] = {f"{row.environment}, {row.date}" for row in rows}
         joined = {name: " + ".join(sorted(filter(None, words))) for name, words in facts.items()}
         modes = " and ".join(sorted({params.mode for params in all_params}))
@@ -109,17 +119,17 @@ class KernelTime(External):
             "protocol": f"CUDA graphs, {modes} weights",
             "covers": "rounds of one run",
             "versions": " ".join(sorted(versions)),
-            "source": "fresh" if here else "unattested" if old else "stored",
+            "source": source,
             "status": "stale" if changed else "ok",
-            "note": CHANGED if changed else RESCALED if rescaled else "",
+            "note": CHANGED if changed else note,
         }
 
 
 def chosen(params: KernelTime) -> dict[str, KernelRow]:
-    """The fastest row on each layer; empty where one is missing.
+    """The fastest row on each layer; empty if one is missing and `partial` is not set.
 
     Raises:
-        UserError: tokens or layers that are none.
+        UserError: malformed tokens or layers.
     """
     return _chosen(params, kernel_rows.stamps())
 
@@ -128,20 +138,25 @@ def chosen(params: KernelTime) -> dict[str, KernelRow]:
 def _chosen(params: KernelTime, stamps: kernel_rows.Stamps) -> dict[str, KernelRow]:
     if not params.tokens.isdecimal():
         raise UserError(f"kernel_time: tokens is {params.tokens!r:.40}, not a number of activation rows")
-    wanted = _names(params)
+    names = _names(params)
     show = SHOWN[params.show]
     chosen = {}
     device = params.device or kernel_rows.shown_device(stamps)
-    for name in wanted:
+    for name in names:
         rows = kernel_rows.timed(stamps).get((device, name, int(params.tokens), params.mode), ())
-        mine = [row for row in rows if any(fnmatchcase(row.label, label) for label in params.who.split())]
-        here = [row for row in mine if show(row) is not None]
-        if here:
-            chosen[name] = min(here, key=show if params.show == "recorded" else lambda row: row.us)
-    return chosen if params.partial or len(chosen) == len(wanted) else {}
+        with_value = [row for row in rows if _is_of(row, params.who) and show(row) is not None]
+        if with_value:
+            chosen[name] = min(with_value, key=show if params.show == "recorded" else lambda row: row.us)
+    return chosen if params.partial or len(chosen) == len(names) else {}
+
+
+def _is_of(row: KernelRow, who: str) -> bool:
+    """Whether a row's label matches one of the patterns in `who`."""
+    return any(fnmatchcase(row.label, pattern) for pattern in who.split())
 
 
 def _names(params: KernelTime) -> list[str]:
+    """The layers of a metric, as `4096x14336`."""
     if not params.several():
         n, _, k = params.layers.partition("x")
         if not (n.isdecimal() and k.isdecimal()):
@@ -152,7 +167,7 @@ def _names(params: KernelTime) -> list[str]:
 
 
 def _interval(row: KernelRow, show: str) -> Interval:
-    """A row's number; its 95 % interval is that of a median of normal samples: 1.253 standard errors of a mean."""
+    """A row's number with its 95 % interval, that of a median of normal samples: 1.253 standard errors of the mean."""
     value = float(SHOWN[show](row))
     half = 0.0
     if row.status == "ok" and show in TIMED and row.rounds:
@@ -164,8 +179,7 @@ def _interval(row: KernelRow, show: str) -> Interval:
 
 def _as_recorded(row: KernelRow) -> float:
     """The fastest recorded time behind a rescaled one."""
-    names = next(
-        names for who, kernel, _, names in stored_peers.RESCALED_PEERS if (who, kernel) == (row.provider, row.kernel)
-    )
+    peers = {(who, kernel): names for who, kernel, _, names in stored_peers.RESCALED_PEERS}
+    names = peers[row.provider, row.kernel]
     shape = (row.N, row.K, row.M, row.mode)
     return min(r.us for r in stored_peers.times() if r.peer in names and (r.N, r.K, r.M, r.mode) == shape)

@@ -1,9 +1,9 @@
 """Log probability of a task's right answers, in nats: what moves before accuracy does, and where accuracy is at chance.
 
-Of a choice, the right answer's probability among the answers, by their total log likelihoods: at chance a model of four
-answers gives log(1/4), and damage shows without a single answer changing. The `nll` is that of the right answer's own
-text, as of LAMBADA's last word, which has no other answers. Whether an item is right is kept too, so that accuracy is
-that of the same run.
+`choice` is the right answer's log probability among the answers, by their total log likelihoods: at chance, a model
+gives log(1/4) for four answers, and damage shows without a single answer changing. `nll` is the negative log likelihood
+of the right answer's text, such as LAMBADA's last word, which has no other answers. Whether an item is right is stored
+too, so that accuracy comes from the same run.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,11 @@ from repro.store.job import Job
 from repro.store.observations import Observations, Series
 
 KEPT = ("correct", "choice", "nll")
-# Stored are means of so many neighbouring items, a quarter of the bytes. Where items are independent, the interval is
-# theirs (0.93 to 1.04 of it); where neighbours are alike, it is wider, as it has to be (BLiMP 1.46, clozes 1.07, 1.12).
+# Means over this many neighbouring items are stored, which takes a quarter of the bytes. If items are independent, the
+# interval is as wide as without (0.93 to 1.04 of it); if neighbours are alike, it is wider, as it should be (BLiMP
+# 1.46, clozes 1.07 and 1.12).
 NEIGHBOURS = 4
-STEP = 2.0**-10  # nats, of what is stored; a mean of 100 of them moves by 0.00003, intervals are 0.01 and more
+STEP = 2.0**-10  # nats, to which means are rounded; this moves a mean of 100 by 0.00003, intervals are 0.01 and more
 TASKS = (
     *("piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande", "lambada_openai"),
     *("blimp-100", "cloze-far", "cloze-near"),
@@ -68,12 +69,12 @@ class Likelihood(Accuracy):
             raise UserError(f"likelihood: percent is of right answers; show them, not the {self.show}")
 
     def jobs(self, target: Target) -> dict[str, Job] | None:
-        """One job scores all tasks of a scale; None where it has not all of these."""
+        """One job scores all tasks of a scale; None if the scale lacks one of these tasks."""
         return zeroshot.scoring_job("likelihood", zeroshot.ZeroShot(self.tasks), target)
 
     @staticmethod
     def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-        """Score the tasks: three series a task, but no choice where there is one answer.
+        """Score the tasks: three series for each task, without `choice` for a task of one answer.
 
         Raises:
             UserError: as of `zeroshot`.
@@ -85,7 +86,7 @@ class Likelihood(Accuracy):
         named = {f"{task}/{self.show}": observed["items"].series[f"{task}/{self.show}"] for task in self.tasks}
         if self.show == "correct":
             return named
-        return {name: replace(one, values=of_neighbours(one.values)) for name, one in named.items()}
+        return {name: replace(series, values=of_neighbours(series.values)) for name, series in named.items()}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The plain mean of the tasks, in nats, a share or percent."""
@@ -93,7 +94,7 @@ class Likelihood(Accuracy):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """A log probability is 0 at most, an nll at least; or a share or percentage."""
+        """A log probability is at most 0, an nll at least 0; `correct` is a share or a percentage."""
         return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(self.show, super().limits)
 
     def status(self, full: Mapping[str, Series]) -> str:
@@ -102,7 +103,7 @@ class Likelihood(Accuracy):
 
 
 def of_neighbours(items: np.ndarray) -> np.ndarray:
-    """Means of `NEIGHBOURS` neighbouring items `[n]`, or one more; weighed so that their mean is that of all items."""
+    """Means of `NEIGHBOURS` or one more neighbouring items `[n]`, weighted so that their mean is that of all items."""
     parts = max(1, len(items) // NEIGHBOURS)
     starts = np.arange(parts) * len(items) // parts
     means = np.add.reduceat(items, starts) * parts / len(items)

@@ -127,9 +127,9 @@ def score(model: nn.Module, chunks: Tensor, bos: int | None) -> np.ndarray:
     length = chunks.shape[1]
     nll = []
     check_context(model, length)
-    for some in chunks.to(model.device).split(TOGETHER):
+    for batch in chunks.to(model.device).split(TOGETHER):
         if bos is not None:
-            some = torch.cat([torch.full_like(some[:, :1], bos), some[:, 1:]], 1)
-        hidden = model.eval().base_model(input_ids=some, use_cache=False).last_hidden_state
-        nll.append(token_nll(model, hidden, some)[:, length // 2 :].mean(1))
+            batch = torch.cat([torch.full_like(batch[:, :1], bos), batch[:, 1:]], 1)
+        hidden = model.eval().base_model(input_ids=batch, use_cache=False).last_hidden_state
+        nll.append(token_nll(model, hidden, batch)[:, length // 2 :].mean(1))
     return np.concatenate(nll)

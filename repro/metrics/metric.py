@@ -1,4 +1,4 @@
-"""What a metric is: a dataclass of what a spec may ask, whose methods say how it is measured; and their defaults."""
+"""The interface of a metric: a dataclass whose fields a spec sets, and whose methods define how it is measured."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,26 +24,27 @@ def check_gpu(device: str, times: str) -> None:
 
 
 class Metric:
-    """One metric with its parameters; subclasses are frozen dataclasses whose fields are what a spec may ask.
+    """A metric with its parameters; subclasses are frozen dataclasses whose fields a spec sets.
 
     Attributes:
         unit: a field of every subclass, the unit of the value.
-        VERSION: raised whenever what it computes changes.
-        PROTOCOL, DEFAULT: the scale's part, under a key named like the metric, and what it is when absent; None is a
-            scale that does not measure it.
-        OUTPUTS: the files of a job of its own.
-        run: `run(job, folders, folder, origin)` executes a job of its own, which reads the folders of its needs and
-            writes its own; None where it has none, and reads what shared jobs left.
-        LATER: parameters that came after accepted results, with the value that changes nothing, which is not declared.
-        TIMES: its job times what it runs, and nothing else runs on its GPU meanwhile.
-        FULL_FIRST: a recipe is run only where the status of full precision is not `at_chance`.
-        JOBLESS: it takes no job, and is fresh everywhere.
-        SEEDED: it draws something itself by the seed of a cell, such as arrivals, whatever the recipe.
+        VERSION: to be raised whenever a change alters what is computed.
+        PROTOCOL: the dataclass of a scale's settings for it, under a key named like the metric; None if it has none.
+        DEFAULT: these settings if a scale does not give them; None means that the scale does not measure it.
+        OUTPUTS: the files of its own job.
+        run: `run(job, folders, folder, origin)` executes its own job: it reads the folders of the job's needs by role
+            and writes into `folder`. None if it has no job of its own and reads what shared jobs wrote.
+        LATER: parameters that were added after results had been accepted, with the value that changes nothing; a
+            parameter with this value is not declared.
+        TIMES: its job measures times, so nothing else may run on the GPU meanwhile.
+        FULL_FIRST: a recipe is run only if the status of full precision is not `at_chance`.
+        JOBLESS: it needs no job, and is fresh everywhere.
+        SEEDED: it draws random numbers itself by the seed of a cell, such as arrivals, whatever the recipe.
         SHAPED: it times the public shape that its parameter `shape` names (`timed_shape`).
-        PUBLIC: its value is `exact` also where something stands in for a model.
-        status: `at_chance` or `ok` from the series of full precision; None where these decide nothing.
-        fewest_bits: `fewest_bits(cell, peers)`, of the cells of other rows the one that full precision has to be better
-            than, by more than its interval, for the cell not to be at chance; None where no other row decides it.
+        PUBLIC: its value is always `exact`, even if the model has a stand-in.
+        status: returns `at_chance` or `ok` from the series of full precision; None if these decide nothing.
+        fewest_bits: `fewest_bits(cell, peers)` returns the cell among the other rows that full precision must beat by
+            more than its interval; otherwise the cell is at chance. None if no other row decides it.
     """
 
     unit: str
@@ -64,82 +65,98 @@ class Metric:
 
     @staticmethod
     def brief(protocol: Any, least: Any) -> Any:
-        """The protocol of a build's own measurement, on the first windows or items."""
+        """The protocol of a build's own measurement, shortened to the first windows or items.
+
+        Args:
+            protocol: of the scale.
+            least: the scale's `Replicate`, which says how many.
+        """
         return protocol
 
     def jobs(self, target: Any) -> dict[str, Any] | None:
-        """Role to job; None where this scale does not measure it."""
+        """The jobs of a target by role; None if its scale does not measure the metric."""
         return {}
 
     def series(self, observed: Mapping[str, Any], target: Any) -> dict[str, Any]:
-        """From observations by role, the series that decide the value; these are what is kept."""
+        """The series that decide the value, from observations by role; an accepted result stores these."""
         return {}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
-        """The value from the means of these series, numbers or arrays."""
+        """The value from the means of the series, which are numbers or arrays."""
         return None
 
     @property
     def timed_shape(self) -> str:
-        """The public shape with random weights that alone decides it: no stand-in is needed, whatever the cell's model,
-        and the evidence is of grade B. Empty where it is measured on a model."""  # fmt: skip
+        """The public shape with random weights on which it is measured; empty if it is measured on a model.
+
+        A cell with such a shape needs no stand-in, and its evidence is of grade B.
+        """
         return self.shape if self.SHAPED else ""
 
     @property
     def reference(self) -> bool | None:
-        """Whether the value compares with full precision on the same units by itself."""
+        """Whether the value is itself a comparison with full precision on the same units; None leaves that open."""
         return None
 
     @property
     def itself(self) -> float | None:
-        """What full precision gives in that comparison, None where there is none."""
+        """The value of full precision in such a comparison; None if it is none."""
         return None
 
     @property
     def against(self) -> str:
-        """How it is read against full precision, such as `q / f`."""
+        """The expression that compares it (q) with full precision (f), such as `q / f`; empty if none does."""
         return ""
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The least and the greatest value that there can be, where intervals end."""
+        """The least and the greatest possible value, at which intervals are cut off."""
         return Quantity.limits
 
     def exact(self, steps: Sequence[Any], shape: Any) -> float | None:
-        """The value by arithmetic on the public shape of a model that nothing stands in for."""
+        """The value by arithmetic on a model's public shape; None if it cannot be calculated.
+
+        Args:
+            steps: of the recipe.
+            shape: the `PublicShape`.
+        """
         return None
 
     def operands(self) -> dict[str, tuple[str | None, dict[str, Any]]]:
-        """The cells that it is arithmetic over: name to recipe, None for the cell's own, and measure.
+        """The operands of a derived metric: name to recipe (None is the cell's own) and measure; empty for all others.
 
-        A metric that has some also has a `quantity`, the expression of their names.
+        A metric with operands also has a `quantity`, the expression over their names.
         """
         return {}
 
     def lacking(self) -> str:
-        """Why it cannot be measured here, such as a package that is missing; empty if it can."""
+        """Why it cannot be measured on this machine, such as a missing package; empty if it can."""
         return ""
 
 
 class External(Metric, ABC):
-    """A metric with results of its own, such as kernel times: no job and no model behind it."""
+    """A metric that is read from files of its own, such as kernel times, without a job or a model."""
 
     def jobs(self, target: Any) -> None:
-        """It has none."""
+        """None: it has no jobs."""
 
     @abstractmethod
     def read(self) -> Quantity | None:
-        """The quantity in its own results; None where they lack it."""
+        """The quantity in its files; None if they lack it."""
 
     @staticmethod
     @abstractmethod
     def origin(all_params: Sequence[Any]) -> dict[str, str]:
-        """Where the results of several of its cells come from, as fields of a measurement."""
+        """Where its files' results come from, as fields of a measurement.
+
+        Args:
+            all_params: metrics of this class, of one cell or of its operands.
+        """
 
     def absent(self) -> str:
-        """Why its own results have no number."""
+        """Why its files have no number; empty if it cannot say."""
         return ""
 
     def several(self) -> bool:
-        """Whether its own results are several numbers, which a cell shows as their geometric mean."""
+        """Whether it is several numbers, of which a cell shows the geometric mean."""
         return False

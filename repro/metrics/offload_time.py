@@ -162,7 +162,7 @@ class OffloadTime(Metric):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """What the value is computed from; what a run says once, such as the rate of its bus, has no spread."""
-        kept = observed["times"].series
+        recorded = observed["times"].series
         if self.bus:
             names = ("iteration", "streamed", "block", "bus", "draft")
         elif self.show == "share drafting":
@@ -171,7 +171,10 @@ class OffloadTime(Metric):
             names = ("draft", "passes")
         else:
             names = (SHOWN[self.show],)
-        return {name: kept[name] if len(kept[name].values) > 1 else replace(kept[name], axis="runs") for name in names}
+        return {
+            name: recorded[name] if len(recorded[name].values) > 1 else replace(recorded[name], axis="runs")
+            for name in names
+        }
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """Milliseconds, gigabytes or a share.
@@ -213,9 +216,9 @@ def times(options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) 
     engine, plan = engine_of(options, device, dtype)
     shares_resident = options["draft"] and options.get("of") not in (*OWN, "whole")
     if shares_resident and not plan.streamed_bytes:
-        said = f"{budget.shown(options['memory'])} hold all of {options['shape']}"
+        problem = f"{budget.shown(options['memory'])} hold all of {options['shape']}"
         raise NotMeasurable(
-            "unsupported", f"{said}: no block has a substitute, so that SubSpec's draft is the target itself"
+            "unsupported", f"{problem}: no block has a substitute, so that SubSpec's draft is the target itself"
         )
     warm = options["warm"]
     count = options["warm"] + options["timed"]

@@ -160,15 +160,15 @@ def series_name(degree: int, how: str) -> str:
 
 def times(options: Mapping[str, Any], device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of a step by series, one value a round; of all ranks together in the groups of the degrees."""
-    found: dict[str, list[float]] = {}
+    milliseconds: dict[str, list[float]] = {}
     if device.type == "cuda":
         compile_together(options, device)
     for degree in options["degrees"]:
         group = dist.new_group(list(range(degree)))  # a call of all ranks, whether they are in it or not
         if dist.get_rank() < degree:
-            found |= times_of_degree(options, Group(group), device)
+            milliseconds |= times_of_degree(options, Group(group), device)
         dist.barrier()
-    return found
+    return milliseconds
 
 
 def compile_together(options: Mapping[str, Any], device: torch.device) -> None:
@@ -187,25 +187,25 @@ def compile_together(options: Mapping[str, Any], device: torch.device) -> None:
 
 def times_of_degree(options: Mapping[str, Any], link: Group, device: torch.device) -> dict[str, list[float]]:
     """The same of one degree: the ways of a recipe share its weights."""
-    found: dict[str, list[float]] = {}
-    made: dict[str, Decoder] = {}
-    for how, (_, way, launched) in HOW.items():
+    milliseconds: dict[str, list[float]] = {}
+    decoders: dict[str, Decoder] = {}
+    for how, (_, communication, launched) in HOW.items():
         recipe = options["recipes"][how]
-        if recipe not in made:
-            made.clear()  # the one before, which may fill half of the memory
+        if recipe not in decoders:
+            decoders.clear()  # the one before, which may fill half of the memory
             release(device)
-            made[recipe] = rank_decoder(
+            decoders[recipe] = rank_decoder(
                 options["shape"], recipe, link.ranks, options["prompt"] + options["new"] + 1, device
             )
-        engine = ParallelCore(f"{SHAPE}{options['shape']}", parallel.parallel(made[recipe], link, way))
+        engine = ParallelCore(f"{SHAPE}{options['shape']}", parallel.parallel(decoders[recipe], link, communication))
         if launched:
             engine.steps.graphed = False
         new = options["launched"] if launched else options["new"]
         rounds = [engine.time(options["prompt"], new).ms_p50 for _ in range(1 + options["rounds"])]
-        found[series_name(link.ranks, how)] = rounds[1:]
+        milliseconds[series_name(link.ranks, how)] = rounds[1:]
         del engine
         release(device)
-    return found
+    return milliseconds
 
 
 def rank_decoder(shape: str, recipe: str, degree: int, context: int, device: torch.device) -> Decoder:

@@ -88,8 +88,8 @@ class Perplexity(Metric):
             for name in ("nll", "kl", "top1"):
                 values = frame[name].dropna().to_numpy(dtype=float)
                 if len(values):
-                    same = group if len(values) == len(frame) else f"{group}, first {len(values)}"
-                    series[f"{text}/{name}"] = Series(values, "windows", same)
+                    subgroup = group if len(values) == len(frame) else f"{group}, first {len(values)}"
+                    series[f"{text}/{name}"] = Series(values, "windows", subgroup)
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
@@ -136,18 +136,18 @@ def job(target: Target, texts: list[str], protocol: Protocol) -> Job:
     version = scoring.Protocol(length=protocol.length).version
     ids = {text: corpora.identifier(text, target.scale.hub) for text in texts}
     needs = {f"text {text}": tokens.job(target, text) for text in texts}
-    made = compress.job(target)
-    _keep_apart(target, ids, made)
-    inputs = target.inputs() | {"calibration": made.parsed_inputs().get("calibration"), "texts": ids}
+    compressed = compress.job(target)
+    _keep_apart(target, ids, compressed)
+    inputs = target.inputs() | {"calibration": compressed.parsed_inputs().get("calibration"), "texts": ids}
     if target.recipe.steps:
-        needs["weights"] = made
+        needs["weights"] = compressed
     options = target.options() | rule | {"texts": texts, "label": protocol.label}
     return make("perplexity", target.label, inputs | rule | {"version": version}, options, needs, target.steps)
 
 
-def _keep_apart(target: Target, ids: Mapping[str, str], made: Job) -> None:
+def _keep_apart(target: Target, ids: Mapping[str, str], compressed: Job) -> None:
     """Raise where a text that is scored is one that the recipe is calibrated on, also under its name on the hub."""
-    crops = made.parsed_options().get("calibration")
+    crops = compressed.parsed_options().get("calibration")
     if not crops:
         return
     for name in (crops["corpus"], *crops.get("second", {}).values()):

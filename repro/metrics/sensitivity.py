@@ -91,13 +91,13 @@ class Sensitivity(Metric):
         perplexity.Perplexity(self.corpus).jobs(target)  # refuses a text that the recipe is calibrated on
         text = target.scale.text(self.corpus)
         protocol = target.scale.protocols["sensitivity"]
-        made = compress.job(target)
+        compressed = compress.job(target)
         rule = {"sequences": protocol.sequences, "tokens": protocol.tokens}
         rescaled = any(step.rescales for step in target.recipe.steps)
-        needs = {"text": tokens.job(target, text)} | (dict(made.needs) if rescaled else {"weights": made})
+        needs = {"text": tokens.job(target, text)} | (dict(compressed.needs) if rescaled else {"weights": compressed})
         inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub)}
-        inputs |= {"calibration": made.parsed_inputs().get("calibration")}
-        options = target.options() | rule | {"calibration": made.parsed_options().get("calibration")}
+        inputs |= {"calibration": compressed.parsed_inputs().get("calibration")}
+        options = target.options() | rule | {"calibration": compressed.parsed_options().get("calibration")}
         return {"layers": make("sensitivity", target.label, inputs, options, needs, target.steps)}
 
     @staticmethod
@@ -123,9 +123,9 @@ class Sensitivity(Metric):
             f"{count} passages of {length} tokens of {identity['label']}",
         )
         weights = {name: lm.model.get_submodule(name).weight.data for name in lm.weights}
-        kept = zip(("damage", "loss"), each_alone(full, weights, sampled, text.to(sampled)), groups, strict=True)
+        measures = zip(("damage", "loss"), each_alone(full, weights, sampled, text.to(sampled)), groups, strict=True)
         series = {}
-        for name, layers, group in kept:
+        for name, layers, group in measures:
             series |= {f"{name} {i}": Series(values, "sequences", group) for i, values in enumerate(layers)}
         observations.save(folder / observations.FILE, series, origin)
 
@@ -136,9 +136,11 @@ class Sensitivity(Metric):
         recorded = observed["layers"].series
         if self.show in ("damage", "loss"):
             return {
-                self.show: Series(np.asarray([one.values.mean() for one in by_layer(recorded, self.show)]), "layers")
+                self.show: Series(
+                    np.asarray([series.values.mean() for series in by_layer(recorded, self.show)]), "layers"
+                )
             }
-        return {key: one for key, one in recorded.items() if self.show == "rho" or key.startswith("loss ")}
+        return {key: series for key, series in recorded.items() if self.show == "rho" or key.startswith("loss ")}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean over layers, the rank correlation, or the tail's share in percent."""
@@ -191,19 +193,19 @@ def each_alone(
     number = {name: i for i, name in enumerate(blocks(full))}
     states = _block_inputs(full, ids)
 
-    def measured(at: int) -> tuple[Tensor, np.ndarray]:
-        hidden = last_hidden(full, ids, at, states[at])
+    def measured(block_index: int) -> tuple[Tensor, np.ndarray]:
+        hidden = last_hidden(full, ids, block_index, states[block_index])
         return centred(hidden[: len(sampled)]), token_nll(full, hidden[len(sampled) :], text).mean(1)
 
     X, plain = measured(0)
     of_X = product(X, X)
     damage, loss = [], []
     for name, weight in tqdm(quantized.items(), "sensitivity", leave=False, mininterval=10):
-        at = next(i for block, i in number.items() if name.startswith(f"{block}."))
+        block_index = next(i for block, i in number.items() if name.startswith(f"{block}."))
         parameter = full.get_submodule(name).weight
-        whole, parameter.data = parameter.data, weight
-        Y, more = measured(at)
-        parameter.data = whole
+        full_weight, parameter.data = parameter.data, weight
+        Y, more = measured(block_index)
+        parameter.data = full_weight
         damage.append(damages(X, of_X, Y))
         loss.append(more - plain)
     return np.stack(damage), np.stack(loss)
@@ -218,23 +220,23 @@ def _block_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
         for block, seen in zip(stack, states)
     ]
     try:
-        for some in ids.split(TOGETHER):
-            model.base_model(some, use_cache=False)
+        for batch in ids.split(TOGETHER):
+            model.base_model(batch, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
     return [torch.cat(seen) for seen in states]
 
 
-def last_hidden(model: nn.Module, ids: Tensor, at: int, state: Tensor) -> Tensor:
-    """Last hidden states `[S, L, d]` of ids `[S, L]` where block `at` gets `state`; the blocks before it do not run."""
-    earlier = list(blocks(model).values())[:at]
+def last_hidden(model: nn.Module, ids: Tensor, block_index: int, state: Tensor) -> Tensor:
+    """Last hidden states `[S, L, d]` of ids `[S, L]` if block `block_index` reads `state`; earlier ones do not run."""
+    earlier = list(blocks(model).values())[:block_index]
     hidden = []
     try:
-        for some, given in zip(ids.split(TOGETHER), state.split(TOGETHER)):
+        for batch, batch_state in zip(ids.split(TOGETHER), state.split(TOGETHER)):
             for block in earlier:
-                block.forward = lambda *_, given=given, **__: given
-            hidden.append(model.base_model(some, use_cache=False).last_hidden_state)
+                block.forward = lambda *_, batch_state=batch_state, **__: batch_state
+            hidden.append(model.base_model(batch, use_cache=False).last_hidden_state)
     finally:
         for block in earlier:
             vars(block).pop("forward", None)
@@ -244,9 +246,9 @@ def last_hidden(model: nn.Module, ids: Tensor, at: int, state: Tensor) -> Tensor
 def token_nll(model: nn.Module, hidden: Tensor, ids: Tensor) -> np.ndarray:
     """Negative log likelihood of ids `[S, L]` after the first, float64 `[S, L - 1]`, from last hidden states."""
     losses = []
-    for states, some in zip(hidden.split(SCORED), ids.split(SCORED)):
+    for states, batch in zip(hidden.split(SCORED), ids.split(SCORED)):
         logits = model.get_output_embeddings()(states[:, :-1]).float()
-        losses.append(F.cross_entropy(logits.transpose(1, 2), some[:, 1:], reduction="none").double())
+        losses.append(F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none").double())
     return torch.cat(losses).cpu().numpy()
 
 
@@ -258,8 +260,8 @@ def centred(H: Tensor) -> Tensor:
 def product(P: Tensor, Q: Tensor) -> tuple[float, Tensor]:
     """‖PᵀQ‖² of centred states `[S, T, d]`, and the share of each sequence in it, `[S]`."""
     flat_P, flat_Q = P.flatten(0, 1), Q.flatten(0, 1)
-    each = ((flat_P @ (flat_P.T @ flat_Q)) * flat_Q).view(len(P), -1).sum(1)
-    return each.sum().item(), each / each.sum()
+    by_item = ((flat_P @ (flat_P.T @ flat_Q)) * flat_Q).view(len(P), -1).sum(1)
+    return by_item.sum().item(), by_item / by_item.sum()
 
 
 def damages(X: Tensor, of_X: tuple[float, Tensor], Y: Tensor) -> np.ndarray:
@@ -278,7 +280,7 @@ def damages(X: Tensor, of_X: tuple[float, Tensor], Y: Tensor) -> np.ndarray:
 
 def by_layer(series: Mapping[str, Any], name: str) -> list[Any]:
     """What is kept of every layer, in model order: the series, or their means, whose names begin with `name`."""
-    return [one for key, one in series.items() if key.rpartition(" ")[0] == name]
+    return [values for key, values in series.items() if key.rpartition(" ")[0] == name]
 
 
 def top(layers: int, share: float) -> int:
@@ -286,12 +288,10 @@ def top(layers: int, share: float) -> int:
     return max(1, math.floor(share * layers + 0.5))
 
 
-def spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Spearman's rank correlation over the first axis, `[layers]` or `[layers, k]`; equal values share a rank."""
     import pandas as pd
 
-    a, b = (
-        pd.DataFrame(values.reshape(len(values), -1)).rank().to_numpy().reshape(values.shape) for values in (one, other)
-    )
+    a, b = (pd.DataFrame(values.reshape(len(values), -1)).rank().to_numpy().reshape(values.shape) for values in (x, y))
     a, b = a - a.mean(0), b - b.mean(0)
     return (a * b).sum(0) / np.sqrt((a * a).sum(0) * (b * b).sum(0))

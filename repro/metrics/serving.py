@@ -248,10 +248,10 @@ def calibrated(
 
 def workload(options: Mapping[str, Any], stretch: float, vocabulary: int) -> tuple[list[Request], dict[int, list[int]]]:
     """The requests at the stretched rate, and random prompts by their number."""
-    drawn = arrivals.draw(options["requests"], options["rate"] / stretch, options["seed"])
+    arrived = arrivals.draw(options["requests"], options["rate"] / stretch, options["seed"])
     rng = np.random.default_rng(options["seed"])
     requests, prompts = [], {}
-    for number, (arrival, prompt_tokens, new_tokens) in enumerate(drawn):
+    for number, (arrival, prompt_tokens, new_tokens) in enumerate(arrived):
         requests.append(Request(number, arrival, prompt_tokens, new_tokens))
         prompts[number] = rng.integers(vocabulary, size=prompt_tokens).tolist()
     return requests, prompts
@@ -281,8 +281,10 @@ def served_by(
 
 def warm_up(steps: MixedSteps, requests: list[Request], prompts: Mapping[int, list[int]]) -> None:
     """Serve the first requests, whose times are dropped."""
-    first = [Request(one.number, 0.0, one.prompt_tokens, min(one.new_tokens, 8)) for one in requests[:8]]
-    served_by(steps, StaticBudget(steps.sizes[-1]), first, prompts)
+    short_requests = [
+        Request(request.number, 0.0, request.prompt_tokens, min(request.new_tokens, 8)) for request in requests[:8]
+    ]
+    served_by(steps, StaticBudget(steps.sizes[-1]), short_requests, prompts)
 
 
 def summarized(
@@ -291,19 +293,21 @@ def summarized(
     """The series of one policy at one share, by blocks of neighbouring requests where they have an interval."""
     blocks = options["blocks"]
     group = f"{options['shape']}, {options['percent']} %, {options['requests']} requests, seed {options['seed']}"
-    gaps = [1e3 * np.asarray(one) for one in served.gaps]
-    whole = np.concatenate(gaps)
+    gaps = [1e3 * np.asarray(of_request) for of_request in served.gaps]
+    every_gap = np.concatenate(gaps)
     ratios = [table(decodes + tokens) / (1e3 * seconds) for decodes, tokens, seconds in served.iterations]
 
     def by_block(values: list[float]) -> Series:
         return Series(np.asarray(values, dtype=float).reshape(blocks, -1).mean(1), "items", group)
 
     series = {
-        f"{name} itl": Series(np.percentile(whole, [QUANTILE]), "model"),
+        f"{name} itl": Series(np.percentile(every_gap, [QUANTILE]), "model"),
         f"{name} ttft": by_block([1e3 * first for first in served.first]),
-        f"{name} gaps": by_block([len(one) for one in gaps]),
+        f"{name} gaps": by_block([len(of_request) for of_request in gaps]),
         f"{name} predicted": Series(np.asarray([np.mean(ratios)]), "model"),
     }
     for target in TARGETS:
-        series[f"{name} late {target}"] = by_block([float((one > target * stretch).sum()) for one in gaps])
+        series[f"{name} late {target}"] = by_block(
+            [float((of_request > target * stretch).sum()) for of_request in gaps]
+        )
     return series

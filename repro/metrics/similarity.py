@@ -79,9 +79,9 @@ class Similarity(Metric):
         full = models.load(options["model"], options["device"], options["dtype"], options["hub"])
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         text = passages(ids, DRAWS * PASSAGES, LENGTH, identity["label"])
-        drawn = sampling.sample(full, DRAWS * SAMPLED, LENGTH, seed=0)
+        sampled = sampling.sample(full, DRAWS * SAMPLED, LENGTH, seed=0)
         quantized = compress.load(options, folders.get("weights")).model
-        nines = [torch.cat([drawn[i::DRAWS], text[i::DRAWS].to(drawn)]) for i in range(DRAWS)]
+        nines = [torch.cat([sampled[i::DRAWS], text[i::DRAWS].to(sampled)]) for i in range(DRAWS)]
         cosines = np.stack([traces(full, quantized, nine) for nine in nines])
         group = f"{DRAWS} draws of {SAMPLED} sampled sequences and {PASSAGES} passages of {identity['label']}"
         observations.save(folder / observations.FILE, summary(cosines, group), origin)

@@ -60,8 +60,8 @@ class Sparsity(Metric):
             by_kind.setdefault(name.rpartition(".")[2], []).append((share, size))
         series = {}
         for kind, values in by_kind.items():
-            for what, column in zip(("zeros", "parameters"), np.asarray(values, dtype=float).T):
-                series[f"{what}/{kind}"] = Series(column, "layers", group)
+            for key, column in zip(("zeros", "parameters"), np.asarray(values, dtype=float).T):
+                series[f"{key}/{kind}"] = Series(column, "layers", group)
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:

@@ -32,7 +32,7 @@ class Storage(Metric):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The bits by kind, and the totals."""
-        return {name: one for name, one in observed["bits"].series.items() if name.startswith("bits/")}
+        return {name: series for name, series in observed["bits"].series.items() if name.startswith("bits/")}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The count that was asked for."""
@@ -40,8 +40,8 @@ class Storage(Metric):
             return mean["bits/bpw"]
         if self.count == "megabytes":
             return mean["bits/bytes"] / 1e6
-        known = {f"bits/{kind}" for kind in (*QUANTIZER, "bpw", "bytes", "block_weights")}
-        extra = sum((bits for name, bits in mean.items() if name not in known), 0 * mean["bits/bytes"])
+        named_bits = {f"bits/{kind}" for kind in (*QUANTIZER, "bpw", "bytes", "block_weights")}
+        extra = sum((bits for name, bits in mean.items() if name not in named_bits), 0 * mean["bits/bytes"])
         return extra / 8e6 if self.count == "compensation" else 100 * extra / (4 * mean["bits/block_weights"])
 
     def exact(self, steps: Sequence[Any], shape: Any) -> float | None:

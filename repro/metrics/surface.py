@@ -113,7 +113,7 @@ class Surface(Metric):
         extent = f"surface {options['points']}x{options['points']} to {options['reach']:g}"
         group = f"{extent}, {len(text)} x {options['tokens']} tokens of {identity['label']}"
         series = {"loss": Series(losses.mean(2).ravel(), "points", group)}
-        series |= {f"at {i} {j}": Series(one, "sequences", group) for (i, j), one in cells_of(losses)}
+        series |= {f"at {i} {j}": Series(values, "sequences", group) for (i, j), values in cells_of(losses)}
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
@@ -121,7 +121,7 @@ class Surface(Metric):
         recorded = observed["surface"].series
         if self.show == "surface":
             return {"loss": recorded["loss"]}
-        return {name: one for name, one in recorded.items() if name != "loss"}
+        return {name: series for name, series in recorded.items() if name != "loss"}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The roughness of the mean losses, or their mean."""
@@ -160,13 +160,13 @@ def directions(model: nn.Module, seed: int) -> tuple[Direction, Direction]:
     A row of zeros, whose norm is 0, does not move.
     """
     generator = torch.Generator().manual_seed(seed)
-    both: tuple[Direction, Direction] = ({}, {})
-    for direction in both:
+    pair: tuple[Direction, Direction] = ({}, {})
+    for direction in pair:
         for name, linear in block_linears(model).items():
-            drawn = torch.randn(linear.weight.shape, generator=generator).to(linear.weight.device)
+            noise = torch.randn(linear.weight.shape, generator=generator).to(linear.weight.device)
             norms = linear.weight.detach().float().norm(dim=1, keepdim=True)
-            direction[name] = drawn / drawn.norm(dim=1, keepdim=True) * norms
-    return both
+            direction[name] = noise / noise.norm(dim=1, keepdim=True) * norms
+    return pair
 
 
 @torch.no_grad()
@@ -197,7 +197,7 @@ def surface(
                     with in_layer(name):
                         moved = moved if grid is None else fake_quantize(moved, grid)
                     linear.weight.data = moved.to(centre[name].dtype)
-                losses[i, j] = np.concatenate([_loss(model, some) for some in ids.split(TOGETHER)])
+                losses[i, j] = np.concatenate([_loss(model, batch) for batch in ids.split(TOGETHER)])
     finally:
         for name, linear in layers.items():
             linear.weight.data = centre[name]
@@ -211,5 +211,7 @@ def _loss(model: nn.Module, ids: Tensor) -> np.ndarray:
 
 def roughness(losses: np.ndarray) -> Any:
     """Mean absolute second difference of `[P, P, …]` along both axes."""
-    both = [np.abs(np.diff(losses, 2, axis=axis)) for axis in (0, 1)]
-    return sum(one.sum((0, 1)) for one in both) / sum(one.shape[0] * one.shape[1] for one in both)
+    second_differences = [np.abs(np.diff(losses, 2, axis=axis)) for axis in (0, 1)]
+    return sum(differences.sum((0, 1)) for differences in second_differences) / sum(
+        differences.shape[0] * differences.shape[1] for differences in second_differences
+    )

@@ -1,17 +1,18 @@
 """Text generated while layers go to fewer bits (FlexQuant, Tables 1 and 2): what it costs, and when it happened.
 
-A schedule decodes prompts greedily, each in a state of its own. Kept of every prompt are how far the text agrees with
-that of full precision (ROUGE-L, common tokens at the start), the KL divergence from full precision token by token along
-full precision's own text, the mean bits of both runs, and the log of switches.
+A schedule decodes prompts greedily, each with its own switching state. For every prompt, the job stores how far the
+text agrees with that of full precision (ROUGE-L, common tokens at the start), the KL divergence from full precision
+token by token along full precision's own text, the mean bits of both runs, and the log of switches.
 
-Controls have the mean bits of the schedule that they stand against, prompt by prompt: `uniform` spreads the same moves
-evenly over the text, `random_times` draws as many times at random, and `other_order` moves in another order at the
-times of the paper's, stretched to the same bits. The order `oracle` is by what each move does alone to the predictions
-along full precision's texts of the prompts that are decoded together. A threshold may be a quantile of full precision's
-window means on validation prompts, which are others than those that are measured.
+Controls have, prompt by prompt, the mean bits of the schedule that they are compared with. `uniform` spreads the same
+moves evenly over the text, `random_times` takes as many random times, and `other_order` makes the moves in another
+order at the paper's times, stretched to give the same bits. The order `oracle` sorts moves by what each alone changes
+in the predictions along full precision's texts, for the prompts that are decoded together. A threshold may be a
+quantile of full precision's window means on validation prompts, which are not among the measured ones.
 
-`learned` and `static` are PMPD's: all layers go at one of four points. A trained scheduler chooses it for a prompt, or
-a search for a whole set: the point whose texts of validation prompts score best, of equal ones the earliest.
+`learned` and `static` are PMPD's: all layers switch at one of four points of the text. For `learned`, a trained
+scheduler chooses the point of each prompt. For `static`, a search chooses one for the whole set: the point whose texts
+of validation prompts score best, and of equal scores the earliest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,26 +46,29 @@ from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
 STOPS = {"cnn-dm": "\n\n", "dialogsum": "\n", "iwslt": "\n"}  # what ends an answer of a base model
-COUNTED = 50  # prompts of all results from before their number was declared, which it is where it is another
+COUNTED = 50  # the number of prompts that jobs do not declare: that of results from before it was declared
 WINDOW = 20  # tokens of the moving mean in a figure (section 4.4)
 REPEATED = 8  # tokens of a repetition
-RESAMPLED = "sequences"  # what a prompt's number is to an interval: a paired bootstrap over prompts
+RESAMPLED = "sequences"  # axis of a series by prompt, whose interval is a paired bootstrap over prompts
 CURVES = ("PPLE", "PPLE spread", "gap", "gap spread", "repeated by token")
-COMPARED = ("agreement", "prefix", "KL")  # with full precision, by themselves
+COMPARED = ("agreement", "prefix", "KL")  # are themselves comparisons with full precision
 TASK = ("rougeL", "bleu", "similarity")  # with the references of the prompt set
-PMPD = ("learned", "static")  # controls that take the place of the schedule's own rule, and need no run of it
-SEARCHED = {"iwslt": "bleu"}  # the score that a static point is searched by; of other sets ROUGE-L, as PMPD has it
+PMPD = ("learned", "static")  # controls that replace the schedule's own rule, and need no run of it
+SEARCHED = {"iwslt": "bleu"}  # set to the score that a static point is searched by; otherwise ROUGE-L, as in PMPD
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """`prompts` of a set (all that it has where these are fewer), up to `new_tokens` each within `context`.
+    """How many prompts are decoded, and how long.
 
     Attributes:
-        short: at most so many tokens of a summary or translation (PMPD: 255).
+        prompts: of a set; all that it has if these are fewer.
+        new_tokens: at most, for each prompt.
+        context: tokens of prompt and text.
+        short: new tokens, at most, of a summary or translation (PMPD: 255).
         validation: further prompts of the set, on which thresholds are chosen.
-        searched: likewise, on which PMPD's static point is searched.
-        together: prompts that are decoded together.
+        searched: further prompts, on which PMPD's static point is searched.
+        together: prompts that are decoded in one batch.
     """
 
     prompts: int = 50
@@ -105,8 +109,8 @@ class Switching(Metric):
             prompts in percent whose token there is one that `repeated` counts.
         prompts: a prompt set.
         schedule: such as `flexquant(threshold=2.0)`; empty is the recipe from the first token to the last.
-        quantile: the threshold is this quantile of full precision's window means on validation prompts; 0 is off.
-        control: a schedule of the same mean bits that does not listen to the signal; or PMPD's, `learned` or `static`.
+        quantile: of full precision's window means on validation prompts, to be the threshold; 0 disables it.
+        control: a schedule of the same mean bits that ignores the signal; or PMPD's `learned` or `static`.
     """
 
     VERSION = 1
@@ -184,14 +188,13 @@ class Switching(Metric):
         prompts = _prompts(options)
         ids = [_cut(tokenizer(prompt.text)["input_ids"], options) for prompt in prompts]
         engine, full, extra_bits = _engine(options, folders)
-        recorded = {
-            role: observations.load(folders[role] / observations.FILE).series
-            for role in ("full", "signal")
-            if role in folders
-        }
+        recorded = {}
+        for role in folders.keys() & {"full", "signal"}:
+            recorded[role] = observations.load(folders[role] / observations.FILE).series
         split = "validation" if options["validating"] else "test"
         group = f"{options['set']} {split} n{len(ids)} to {options['new_tokens']}"
-        options["point"], by_point = None, {}
+        options["point"] = None
+        by_point = {}
         if options.get("control") == "static":
             options["point"], by_point = _searched(engine, options, tokenizer)
         rows = []
@@ -209,15 +212,16 @@ class Switching(Metric):
                 row |= _task_scores(text, prompt.references)
                 row["similarity"] = _similarity(full, tokenizer, text, prompt.references)
         numbers = [name for name, value in rows[0].items() if isinstance(value, float)]
-        series |= {name: Series(np.asarray([row[name] for row in rows]), RESAMPLED, group) for name in numbers}
+        for name in numbers:
+            series[name] = Series(np.asarray([row[name] for row in rows]), RESAMPLED, group)
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The prompts' numbers; none of the references where the set has none."""
         recorded = observed["texts"].series
         if self.show in CURVES:
-            name, _, what = self.show.partition(" ")
-            return {self.show: Series(_curve(recorded, name, spread=what == "spread"), "tokens")}
+            name, _, part = self.show.partition(" ")
+            return {self.show: Series(_curve(recorded, name, spread=part == "spread"), "tokens")}
         names = [self.show] if self.show in recorded else []
         if self.show == "bleu":
             names = [name for name in recorded if name.startswith("bleu ")]
@@ -239,8 +243,7 @@ class Switching(Metric):
 
     @staticmethod
     def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
-        """Of the cells of other rows that without a schedule of the fewest bits, which a task has to tell from full
-        precision; None of what is compared with full precision by itself."""  # fmt: skip
+        """The cell of another row, without a schedule, of the fewest bits, which full precision must beat on tasks."""
         return fewest_bits(cell, peers) if cell.params.show in TASK else None
 
     @property
@@ -256,7 +259,7 @@ class Switching(Metric):
 
 
 def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
-    """Of the cells of other rows that without a schedule of the fewest bits; None where every row has one."""
+    """The cell without a schedule that has the fewest bits; None if there is none."""
     static = [peer for peer in peers if peer.measure == cell.measure and peer.recipe and not peer.params.schedule]
     quantized = [peer for peer in static if recipe.parse(peer.recipe).steps]
     return min(quantized, key=lambda peer: recipe.parse(peer.recipe).steps[0].config.bits, default=None)
@@ -268,7 +271,7 @@ def tested(prompts: str, protocol: Protocol) -> list[sets.Prompt]:
 
 
 def answer(tokenizer: Any, tokens: Sequence[int], prompts: str) -> str:
-    """What tokens say, up to what ends an answer to a prompt of a set."""
+    """The text of tokens, up to the stop string of a prompt set."""
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text.partition(STOPS[prompts])[0] if prompts in STOPS else text
 
@@ -285,11 +288,14 @@ def _job(params: Switching, target: Target, validating: bool = False) -> Job:
     schedule = "" if plain else params.schedule
     config = precision_schedules.read(schedule) if schedule else None
     needs = {} if plain else {"full": _job(params, target.under("fp16"))}
-    widths = config.path if config else [16 if plain else target.recipe.steps[0].config.bits]
-    for bits in (bits for bits in widths if bits < 16):
-        made = compress.job(target.under(precision_schedules.recipe_at(target.text, bits)))
-        needs[f"w{bits}"] = made
-        calibration = made.parsed_inputs().get("calibration")
+    if config:
+        widths = config.path
+    else:
+        widths = [16 if plain else target.recipe.steps[0].config.bits]
+    for bits in filter(lambda bits: bits < 16, widths):
+        compressed = compress.job(target.under(precision_schedules.recipe_at(target.text, bits)))
+        needs[f"w{bits}"] = compressed
+        calibration = compressed.parsed_inputs().get("calibration")
     rule: dict[str, Any] = asdict(protocol) | {"validating": validating}
     if config:
         rule |= {"quantile": params.quantile, "control": params.control}
@@ -314,7 +320,7 @@ def _job(params: Switching, target: Target, validating: bool = False) -> Job:
 
 
 def _declared(config: Config) -> dict[str, Any]:
-    """What decides the texts of a schedule: not where the weights are."""
+    """The configuration of a schedule as a job declares it, without `copies`, which does not change the texts."""
     declared = asdict(config)
     del declared["copies"]
     return declared
@@ -329,14 +335,14 @@ def _in_the_papers_order(schedule: str) -> str:
 
 
 def _prompts(options: Mapping[str, Any]) -> list[sets.Prompt]:
-    """The prompts that are measured, or those behind them in the same shuffle, for validation."""
+    """The prompts that are measured; or, for validation, those that follow them in the same shuffle."""
     every = sets.load(options["set"], len(sets.rows(options["set"])))
     last = min(options["prompts"], len(every) - options["validation"])
     return every[last : last + options["validation"]] if options["validating"] else every[:last]
 
 
 def _task_scores(text: str, references: Sequence[str]) -> dict[str, float]:
-    """ROUGE-L of a text, and what BLEU sums over all texts."""
+    """ROUGE-L of a text, and the counts that BLEU sums over all texts."""
     counts = text_scores.bleu_counts(text, references)
     return {"rougeL": text_scores.rouge_l(text, references)} | {f"bleu {name}": count for name, count in counts.items()}
 
@@ -344,49 +350,50 @@ def _task_scores(text: str, references: Sequence[str]) -> dict[str, float]:
 def _similarity(full: Decoder, tokenizer: Any, text: str, references: Sequence[str]) -> float:
     """The best F1 of greedy matching with a reference, by the last hidden states of the model in full precision."""
     states = []
-    for one in (text, *references):
-        ids = tokenizer(one)["input_ids"][: len(full.cos)]
+    for candidate in (text, *references):
+        ids = tokenizer(candidate)["input_ids"][: len(full.cos)]
         hidden = together(full, Cache(full, 1), [ids])[0] if ids else full.embedding[:0]
         states.append(hidden.float().cpu().numpy())
     return max(text_scores.matched_f1(states[0], reference) for reference in states[1:])
 
 
 def repeated(tokens: Sequence[int]) -> list[bool]:
-    """Of each token of a text, whether it ends a run of `REPEATED` which the text had before."""
-    seen = set()
+    """Whether each token of a text ends a run of `REPEATED` tokens that occurred before."""
+    grams_so_far = set()
     ends_in_repeat = [False] * len(tokens)
     for end in range(REPEATED, len(tokens) + 1):
         run_of_tokens = tuple(tokens[end - REPEATED : end])
-        ends_in_repeat[end - 1] = run_of_tokens in seen
-        seen.add(run_of_tokens)
+        ends_in_repeat[end - 1] = run_of_tokens in grams_so_far
+        grams_so_far.add(run_of_tokens)
     return ends_in_repeat
 
 
 def _cut(ids: Sequence[int], options: Mapping[str, Any]) -> list[int]:
-    """A prompt that leaves room for the new tokens: cut from the left."""
+    """A prompt, cut from the left so that the new tokens fit into the context."""
     return list(ids[-(options["context"] - options["new_tokens"]) :])
 
 
 def _engine(options: Mapping[str, Any], folders: Mapping[str, Path]) -> tuple[SwitchingCore, Decoder, float]:
-    """The engine of a schedule, or of one width; full precision's decoder; bits a weight beside the codes (DNS)."""
+    """The engine of a schedule or one width, full precision's decoder, and bits per weight besides the codes (DNS)."""
     on_cpu = dict(options) | {"device": "cpu"}
     device = torch.device(options["device"])
     dtype = getattr(torch, options["dtype"])
-    made: dict[int, LowBitModel] = {16: compress.load(on_cpu, None)}
-    made |= {int(role[1:]): compress.load(on_cpu, folders[role]) for role in folders if role[0] == "w"}
-    context = weights.check(options["model"], made[16].model.config, options["context"])
-    full = weights.decoder(made[16], context, device, dtype)
+    model_of: dict[int, LowBitModel] = {16: compress.load(on_cpu, None)}
+    model_of |= {int(role[1:]): compress.load(on_cpu, folders[role]) for role in folders if role[0] == "w"}
+    context = weights.check(options["model"], model_of[16].model.config, options["context"])
+    full = weights.decoder(model_of[16], context, device, dtype)
     if options["schedule"]:
         config = precision_schedules.read(options["schedule"])
         if options["quantile"]:
             config = replace(config, threshold=_threshold(folders["validation"], config, options["quantile"]))
-        at = {bits: made[bits] for bits in config.path}
-        whole = SwitchingCore.of(options["model"], at, config, context, device, dtype, None, options["hub"], made[16])
-        return whole, full, 0.0
-    bits = min(made)
-    one = full if bits == 16 else weights.decoder(made[bits], context, device, dtype)
-    static = SwitchingCore(options["model"], copies.joined({bits: one}, False), Config(), [], options["hub"])
-    extra_bits = sum(made[bits].extra_bits.values()) / sum(static.weights.values())
+        by_bits = {bits: model_of[bits] for bits in config.path}
+        facts = (config, context, device, dtype, None, options["hub"], model_of[16])
+        engine = SwitchingCore.of(options["model"], by_bits, *facts)
+        return engine, full, 0.0
+    bits = min(model_of)
+    decoder = full if bits == 16 else weights.decoder(model_of[bits], context, device, dtype)
+    static = SwitchingCore(options["model"], copies.joined({bits: decoder}, False), Config(), [], options["hub"])
+    extra_bits = sum(model_of[bits].extra_bits.values()) / sum(static.weights.values())
     return static, full, extra_bits
 
 
@@ -398,8 +405,8 @@ def _threshold(folder: Path, config: Config, quantile: float) -> float:
     """
     recorded = observations.load(folder / observations.FILE).series
     means = []
-    for name, one in recorded.items():
-        signal = one.values[1:]  # token 0 is the prefill's
+    for name, series in recorded.items():
+        signal = series.values[1:]  # token 0 is the prefill's
         if name.startswith("PPLE ") and len(signal) >= config.window:
             means.append(np.convolve(signal, np.ones(config.window) / config.window, "valid"))
     if not means:
@@ -415,7 +422,7 @@ def _together(
     ids: Sequence[Sequence[int]],
     recorded: Mapping[str, Mapping[str, Series]],
 ) -> list[dict[str, Any]]:
-    """What is kept of prompts that are decoded together: a mapping each."""
+    """Decode prompts in one batch; for each a mapping of what is stored of it."""
     prompts = [ids[i] for i in numbers]
     signal = recorded.get("signal")
     references = []
@@ -490,8 +497,10 @@ def _score_of_point(
         _task_scores(answer(tokenizer, text.tokens, options["set"]), prompt.references)
         for text, prompt in zip(texts, prompts)
     ]
-    mean = {name: float(np.mean([one[name] for one in scored])) for name in scored[0]}
-    return _task_score(mean, score)
+    means = {}
+    for name in scored[0]:
+        means[name] = float(np.mean([of_prompt[name] for of_prompt in scored]))
+    return _task_score(means, score)
 
 
 def _task_score(mean: Mapping[str, Any], score: str) -> Any:
@@ -525,11 +534,11 @@ def _rules(
 def control_steps(
     control: str, times: Sequence[float], target: float, engine: SwitchingCore, steps: int, seed: int | Sequence[int]
 ) -> list[int]:
-    """The steps at which a control switches: with given mean bits, as near as whole steps allow.
+    """The steps at which a control switches, so that its mean bits are `target` as nearly as whole steps allow.
 
     Args:
         control: `uniform`, `random_times` or `other_order`.
-        times: the step of each move of the schedule that it stands against.
+        times: the step of each move of the schedule that it is compared with.
         target: the mean bits of that schedule.
         engine: whose moves are made in order, `config.layers` at a time.
         steps: decode steps of the text.
@@ -538,21 +547,23 @@ def control_steps(
     if not len(times):
         return []
     layers = engine.config.layers
-    own = [int(step) for step in times][::layers]
+    switch_steps = [int(step) for step in times][::layers]
     most = -(-len(engine.ahead) // layers)
 
     def cost(steps_of_switches: Sequence[int]) -> float:
-        made = []
+        switches = []
         for number, step in enumerate(steps_of_switches):
             moves = engine.ahead[number * layers : (number + 1) * layers]
-            made += [Switch(step, move.layer, move.bits) for move in moves]
-        return plan.mean_bits(made, engine.weights, engine.high, steps)
+            switches += [Switch(step, move.layer, move.bits) for move in moves]
+        return plan.mean_bits(switches, engine.weights, engine.high, steps)
 
     if control == "uniform":
         return plan.matched(lambda every: plan.even_steps(most, every, steps), cost, target, 0.01, 2.0 * steps)
     if control == "random_times":
-        return plan.matched(lambda power: plan.random_steps(len(own), power, steps, seed), cost, target, 1e-3, 1e3)
-    return plan.matched(lambda factor: plan.stretched_steps(own, factor), cost, target, 0.1, 10.0)
+        return plan.matched(
+            lambda power: plan.random_steps(len(switch_steps), power, steps, seed), cost, target, 1e-3, 1e3
+        )
+    return plan.matched(lambda factor: plan.stretched_steps(switch_steps, factor), cost, target, 0.1, 10.0)
 
 
 def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
@@ -572,18 +583,18 @@ def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 
 
 def _curve(recorded: Mapping[str, Series], name: str, spread: bool) -> np.ndarray:
-    """By token, the mean over prompts of a window's mean, or its standard deviation, over the texts that go on."""
+    """For each token, the mean of window means over the prompts whose text is that long, or its standard deviation."""
     means = []
     of = "tokens" if name == "repeated" else name
-    for key, one in recorded.items():
-        if key.startswith(f"{of} ") and len(one.values) > WINDOW:
-            each = 100 * np.asarray(repeated(one.values.tolist())) if name == "repeated" else one.values
-            means.append(np.convolve(each[1:], np.ones(WINDOW) / WINDOW, "valid"))
+    for key, series in recorded.items():
+        if key.startswith(f"{of} ") and len(series.values) > WINDOW:
+            values = 100 * np.asarray(repeated(series.values.tolist())) if name == "repeated" else series.values
+            means.append(np.convolve(values[1:], np.ones(WINDOW) / WINDOW, "valid"))
     if not means:
         raise UserError(f"switching: no text has more than {WINDOW} tokens, a window")
     table = np.full((len(means), max(map(len, means))), np.nan)
-    for row, one in zip(table, means):
-        row[: len(one)] = one
+    for row, series in zip(table, means):
+        row[: len(series)] = series
     enough = np.isfinite(table).sum(0) > 1  # a spread takes two
     table = table[:, enough]
     return np.nanstd(table, axis=0, ddof=1) if spread else np.nanmean(table, axis=0)

@@ -131,7 +131,7 @@ def by_class(full: nn.Module, low: nn.Module | None, ids: torch.Tensor, of: Sequ
         values["kl"] = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
     class_of = np.asarray(of)[ids[1:].numpy()]
     totals = {}
-    for show, one in values.items():
-        sums = np.bincount(class_of, one.double().cpu().numpy(), minlength=len(CLASSES)) / len(class_of)
+    for show, of_tokens in values.items():
+        sums = np.bincount(class_of, of_tokens.double().cpu().numpy(), minlength=len(CLASSES)) / len(class_of)
         totals |= {f"{name}/{show}": float(x) for name, x in zip(CLASSES, sums)}
     return totals

@@ -71,15 +71,15 @@ class TimePerToken(External):
         value = _value(self, *_folder())
         if value is None:
             return None
-        known = Interval(value, value, value, 0, None, "", (value,))
-        return Quantity([{}], lambda mean: mean["x"], known={"x": known})
+        exact = Interval(value, value, value, 0, None, "", (value,))
+        return Quantity([{}], lambda mean: mean["x"], known={"x": exact})
 
     @staticmethod
     def origin(all_params: Sequence["TimePerToken"]) -> dict[str, str]:
         """Where the steps come from, as fields of a measurement."""
         folder, files = _folder()
         facts = [json.loads((folder / name).read_text()) for name, _ in files if name.startswith("step-")]
-        joined = {key: " + ".join(sorted({one[key] for one in facts})) for key in ("device", "commit", "shape")}
+        joined = {key: " + ".join(sorted({entry[key] for entry in facts})) for key in ("device", "commit", "shape")}
         return {
             "device": joined["device"],
             "stand_in": joined["shape"],
@@ -183,17 +183,17 @@ def _signal(folder: Path) -> float | None:
     return max(0.0, times["listening ms"] - times["plain ms"])
 
 
-def _part(show: str, path: Sequence[int], share: np.ndarray, each: np.ndarray, short: Sequence[float]) -> float:
+def _part(show: str, path: Sequence[int], share: np.ndarray, milliseconds: np.ndarray, short: Sequence[float]) -> float:
     """Milliseconds of one part of a step.
 
     Args:
         show: `cache`, or a width.
         path: widths.
         share: of the weights at each width.
-        each: the step of each width at this context.
+        milliseconds: the step of each width at this context.
         short: and at the shortest one that was measured, where keys and values are next to nothing.
     """
     if show == "cache":
-        return float((share * (each - short)).sum())
+        return float((share * (milliseconds - short)).sum())
     bits = int(show.split()[0])
     return float(share[path.index(bits)] * short[path.index(bits)]) if bits in path else 0.0

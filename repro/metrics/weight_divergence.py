@@ -36,11 +36,13 @@ class WeightDivergence(Metric):
         """One job compares all layers; full precision has none."""
         if not target.recipe.steps:
             return {}
-        made = compress.job(target)
+        compressed = compress.job(target)
         config = Config(direction=self.direction)
         rule = {name: asdict(config)[name] for name in ("direction", "bins", "pseudocount")}
-        inputs = target.inputs() | rule | {"calibration": made.parsed_inputs().get("calibration")}
-        job = make("weight_divergence", target.label, inputs, target.options() | rule, {"weights": made}, target.steps)
+        inputs = target.inputs() | rule | {"calibration": compressed.parsed_inputs().get("calibration")}
+        job = make(
+            "weight_divergence", target.label, inputs, target.options() | rule, {"weights": compressed}, target.steps
+        )
         return {"layers": job}
 
     @staticmethod
@@ -54,10 +56,10 @@ class WeightDivergence(Metric):
         full = compress.load(options, None)
         quantized = compress.load(options, folders["weights"])
         config = Config(direction=options["direction"], bins=options["bins"], pseudocount=options["pseudocount"])
-        other = block_linears(quantized.model)
+        quantized_linears = block_linears(quantized.model)
         values = []
         for name, linear in block_linears(full.model).items():
-            values.append(weight_divergence(linear.weight.detach(), other[name].weight.detach(), config))
+            values.append(weight_divergence(linear.weight.detach(), quantized_linears[name].weight.detach(), config))
         observations.save(folder / observations.FILE, {"layers": Series(np.asarray(values), "layers")}, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:

@@ -42,8 +42,8 @@ class Protocol:
 
     def draw(self, name: str) -> str:
         """The draw that this protocol has from a task, or the task itself."""
-        drawn = {entries.TASKS[task].shipped: task for task in self.tasks if entries.TASKS[task].draw}
-        return drawn.get(entries.TASKS[name].shipped, name)
+        task_of = {entries.TASKS[task].shipped: task for task in self.tasks if entries.TASKS[task].draw}
+        return task_of.get(entries.TASKS[name].shipped, name)
 
     def answered(self, params: "ZeroShot") -> list[str]:
         """The tasks that a metric means here."""
