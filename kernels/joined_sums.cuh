@@ -3,10 +3,11 @@
 // and SLOTS (that a block adds up). A unit is added up by one block, in a fixed order.
 
 // Sums of a tile of 8 NT tokens += W [64, 16] x^T [16, 8 NT] by a warpgroup: an instruction for each 160 tokens or fewer.
-INLINE void multiply_tile(float (&sum)[NT][4], const u32 *a, u32 x) {
+// FIRST: the sums are these products alone.
+template <bool FIRST = false> INLINE void multiply_tile(float (&sum)[NT][4], const u32 *a, u32 x) {
     constexpr int PARTS = (NT + 19) / 20, PART = (NT + PARTS - 1) / PARTS, LAST = NT - (PARTS - 1) * PART;
-    UNROLL for (int n = 0; n < NT - LAST; n += PART) wgmma<BF16, PART * 8>(sum + n, a, x + n * 64);
-    wgmma<BF16, LAST * 8>(sum + NT - LAST, a, x + (NT - LAST) * 64);
+    UNROLL for (int n = 0; n < NT - LAST; n += PART) wgmma<BF16, PART * 8, FIRST>(sum + n, a, x + n * 64);
+    wgmma<BF16, LAST * 8, FIRST>(sum + NT - LAST, a, x + (NT - LAST) * 64);
 }
 
 // Where the blocks' sums of a warp's units go: to the block that adds up each, which knows by `landed` that all are there.

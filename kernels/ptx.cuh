@@ -148,7 +148,7 @@ INLINE u32 transpose(u32 pair) {
 // 160. Lanes hold A and D as for `mma`; d[n] holds columns 8 n to 8 n + 7. B is in shared memory as rows of 128 bytes, one
 // per column of B, with the 128-byte swizzle: 16-byte piece p of a row is stored at p ^ row % 8. The row number comes from
 // the address, so B is aligned to 1024 bytes. `b` is the descriptor `matrix(first row)` plus the offset of the 16
-// elements in pieces.
+// elements in pieces. FIRST: D = A B, whatever D was.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define OF_8 "%0,%1,%2,%3"
@@ -191,37 +191,39 @@ INLINE u32 transpose(u32 pair) {
 #define SUMS_152 SUMS_144, FOUR(18)
 #define OF_160 OF_152 ",%76,%77,%78,%79"
 #define SUMS_160 SUMS_152, FOUR(19)
-#define PRODUCT(N, TYPE, A, B)                                                                                           \
+#define PRODUCT(N, TYPE, ADD, A, B)                                                                                           \
     asm volatile("{.reg .b64 b; mov.b64 b, {" B ", 0x40000040};" /* swizzle of 128 bytes; 8 rows are 1024 */           \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" OF_##N "}, {" A "}, b, "         \
-                 "1, 1, 1, 0;}"                                                                                        \
+                 ADD ", 1, 1, 0;}"                                                                                      \
                  : SUMS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
-#define PRODUCTS(TYPE) \
-    if constexpr (N == 8) PRODUCT(8, TYPE, "%4,%5,%6,%7", "%8"); \
-    else if constexpr (N == 16) PRODUCT(16, TYPE, "%8,%9,%10,%11", "%12"); \
-    else if constexpr (N == 24) PRODUCT(24, TYPE, "%12,%13,%14,%15", "%16"); \
-    else if constexpr (N == 32) PRODUCT(32, TYPE, "%16,%17,%18,%19", "%20"); \
-    else if constexpr (N == 40) PRODUCT(40, TYPE, "%20,%21,%22,%23", "%24"); \
-    else if constexpr (N == 48) PRODUCT(48, TYPE, "%24,%25,%26,%27", "%28"); \
-    else if constexpr (N == 56) PRODUCT(56, TYPE, "%28,%29,%30,%31", "%32"); \
-    else if constexpr (N == 64) PRODUCT(64, TYPE, "%32,%33,%34,%35", "%36"); \
-    else if constexpr (N == 72) PRODUCT(72, TYPE, "%36,%37,%38,%39", "%40"); \
-    else if constexpr (N == 80) PRODUCT(80, TYPE, "%40,%41,%42,%43", "%44"); \
-    else if constexpr (N == 88) PRODUCT(88, TYPE, "%44,%45,%46,%47", "%48"); \
-    else if constexpr (N == 96) PRODUCT(96, TYPE, "%48,%49,%50,%51", "%52"); \
-    else if constexpr (N == 104) PRODUCT(104, TYPE, "%52,%53,%54,%55", "%56"); \
-    else if constexpr (N == 112) PRODUCT(112, TYPE, "%56,%57,%58,%59", "%60"); \
-    else if constexpr (N == 120) PRODUCT(120, TYPE, "%60,%61,%62,%63", "%64"); \
-    else if constexpr (N == 128) PRODUCT(128, TYPE, "%64,%65,%66,%67", "%68"); \
-    else if constexpr (N == 136) PRODUCT(136, TYPE, "%68,%69,%70,%71", "%72"); \
-    else if constexpr (N == 144) PRODUCT(144, TYPE, "%72,%73,%74,%75", "%76"); \
-    else if constexpr (N == 152) PRODUCT(152, TYPE, "%76,%77,%78,%79", "%80"); \
-    else PRODUCT(160, TYPE, "%80,%81,%82,%83", "%84");
+#define PRODUCTS(TYPE, ADD) \
+    if constexpr (N == 8) PRODUCT(8, TYPE, ADD, "%4,%5,%6,%7", "%8"); \
+    else if constexpr (N == 16) PRODUCT(16, TYPE, ADD, "%8,%9,%10,%11", "%12"); \
+    else if constexpr (N == 24) PRODUCT(24, TYPE, ADD, "%12,%13,%14,%15", "%16"); \
+    else if constexpr (N == 32) PRODUCT(32, TYPE, ADD, "%16,%17,%18,%19", "%20"); \
+    else if constexpr (N == 40) PRODUCT(40, TYPE, ADD, "%20,%21,%22,%23", "%24"); \
+    else if constexpr (N == 48) PRODUCT(48, TYPE, ADD, "%24,%25,%26,%27", "%28"); \
+    else if constexpr (N == 56) PRODUCT(56, TYPE, ADD, "%28,%29,%30,%31", "%32"); \
+    else if constexpr (N == 64) PRODUCT(64, TYPE, ADD, "%32,%33,%34,%35", "%36"); \
+    else if constexpr (N == 72) PRODUCT(72, TYPE, ADD, "%36,%37,%38,%39", "%40"); \
+    else if constexpr (N == 80) PRODUCT(80, TYPE, ADD, "%40,%41,%42,%43", "%44"); \
+    else if constexpr (N == 88) PRODUCT(88, TYPE, ADD, "%44,%45,%46,%47", "%48"); \
+    else if constexpr (N == 96) PRODUCT(96, TYPE, ADD, "%48,%49,%50,%51", "%52"); \
+    else if constexpr (N == 104) PRODUCT(104, TYPE, ADD, "%52,%53,%54,%55", "%56"); \
+    else if constexpr (N == 112) PRODUCT(112, TYPE, ADD, "%56,%57,%58,%59", "%60"); \
+    else if constexpr (N == 120) PRODUCT(120, TYPE, ADD, "%60,%61,%62,%63", "%64"); \
+    else if constexpr (N == 128) PRODUCT(128, TYPE, ADD, "%64,%65,%66,%67", "%68"); \
+    else if constexpr (N == 136) PRODUCT(136, TYPE, ADD, "%68,%69,%70,%71", "%72"); \
+    else if constexpr (N == 144) PRODUCT(144, TYPE, ADD, "%72,%73,%74,%75", "%76"); \
+    else if constexpr (N == 152) PRODUCT(152, TYPE, ADD, "%76,%77,%78,%79", "%80"); \
+    else PRODUCT(160, TYPE, ADD, "%80,%81,%82,%83", "%84");
 INLINE u32 matrix(u32 p) { return p / 16 + (1 << 16); }
-template <int BRAIN, int N> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
+template <int BRAIN, int N, bool FIRST = false> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
     static_assert(N % 8 == 0 && N <= 160, "no such product");
-    if constexpr (BRAIN) { PRODUCTS("bf16"); }
-    else { PRODUCTS("f16"); }
+    if constexpr (BRAIN && FIRST) { PRODUCTS("bf16", "0"); }
+    else if constexpr (BRAIN) { PRODUCTS("bf16", "1"); }
+    else if constexpr (FIRST) { PRODUCTS("f16", "0"); }
+    else { PRODUCTS("f16", "1"); }
 }
 #undef PRODUCTS
 #undef PRODUCT

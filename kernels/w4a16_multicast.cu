@@ -11,6 +11,7 @@
 //   MT      tokens of a tile, a multiple of 8 PAIR     STAGES  stages of 64 columns of x in shared memory
 //   RING    stages of 128 columns of packed words, per warp that unpacks
 //   SPLIT   thread blocks of a cluster that split K    PAIR    those with the same columns of x; CLUSTER is all of them
+//   COLUMNS K, if nothing ends within a tile or a stage
 
 #include "beside.cuh"
 #include "unpack.cuh"
@@ -29,6 +30,11 @@ constexpr int HELD = PART / 8;                      // words that a lane reads f
 constexpr int BOXES = MT > 256 && PAIR == 1 ? 2 : 1, BOX = MT / PAIR / BOXES;  // a box has at most 256 rows
 constexpr int TOGETHER = ((1 << CLUSTER) - 1) / ((1 << SPLIT) - 1);  // blocks 0, SPLIT, ...
 
+#include "turns.cuh"
+
+// Stages of W of unrolled code; two stages of x have the columns of one.
+constexpr int TURN = stages_of_turn(RING, STAGES % 2 ? STAGES : STAGES / 2, 6);
+
 #include "joined_sums.cuh"
 
 extern "C" __global__ void
@@ -36,16 +42,25 @@ extern "C" __global__ void
 __cluster_dims__(CLUSTER)
 #endif
     __launch_bounds__(32 * WARPS + 128, 1)
-        gemm(const __grid_constant__ TensorMap x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int K,
-             int groups) {
+        gemm(const __grid_constant__ TensorMap x, const uint4* codes, const Scales* scales, u16* y, int M, int N,
+             int columns_of_x, int all_groups) {
     extern __shared__ __align__(1024) char shared[];
+#if COLUMNS
+    constexpr int K = COLUMNS, groups = GROUP ? K / (GROUP + !GROUP) : 1;
+#else
+    const int K = columns_of_x, groups = all_groups;
+#endif
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int member = blockIdx.x % CLUSTER, rank = member % SPLIT, half = member / SPLIT, cluster = blockIdx.x / CLUSTER;
     const int token_tiles = (M + MT - 1) / MT;
     const int m0 = M > MT ? cluster % token_tiles * MT : 0;
     const int n0 = ((M > MT ? cluster / token_tiles : cluster) * PAIR + half) * ROWS;
     const int slabs = (K + KS - 1) / KS;
-    const u32 begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
+    // This block's stages, at least one: of all, or counted from its own first.
+    const Stage slabs_before = slabs * rank / SPLIT, slabs_with = slabs * (rank + 1) / SPLIT;
+    const Stage begin = EVEN ? 0 : slabs_before;
+    const Stage end = EVEN ? (SLABS % SPLIT ? slabs_with - slabs_before : LEAST) : slabs_with;
+    const int own = EVEN ? slabs_before * KS : 0;  // columns before that first one
     const u32 stages = shared_address(shared), landing = stages, full = stages + MBARRIERS;
     const u32 free = full + STAGES * 8, landed = free + STAGES * 8;
     let_tail_begin();
@@ -57,20 +72,27 @@ __cluster_dims__(CLUSTER)
     const bool is_producer = warp >= WARPS;
     const int tiles = (N + 15) / 16;
     const u32 tile = n0 / 16 + warp, blocks = (K + KB - 1) / KB;
-    const uint4* const words_from = codes + tile * blocks * 32 + lane;
-    const Scales* const scales_from = scales + tile * groups * 8 + g;
+    const uint4* const words_from = codes + (tile * blocks + own / KB) * 32 + lane;
+    const int own_group = GROUP ? own / (GROUP + !GROUP) : 0;
+    const Scales* const scales_from = scales + (tile * groups + own_group) * 8 + g;
     const u32 last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them, zeros
     const u32 ring = stages + WORDS + warp * W;
     const u64 policy = token_tiles == 1 && !READ_AGAIN ? evict_first() : evict_normal();  // only one block reads these weights?
-    auto copy_stage = [&](u32 slab, int j) {
+    // Of rows past the end any words are right: nobody stores their sums.
+    const Stage last_copied = EVEN && (int)tile >= tiles ? 0 : end;
+    auto copy_stage = [&](Stage slab, int j) {
         const u32 to = ring + j * WARPS * W;
-        if (slab < end) {
-            UNROLL for (int d = 0; d < DEPTH; d++) copy_once(
-                to + d * 512 + t * 128 + (g * 16 ^ t * 32), words_from + (slab * DEPTH + d) * 32, policy, true, slab * DEPTH + d >= last);
+        const bool there = slab < last_copied;
+        if (EVEN || there) {
+            UNROLL for (int d = 0; d < DEPTH; d++)
+                copy_once(to + d * 512 + t * 128 + (g * 16 ^ t * 32), words_from + (slab * DEPTH + d) * 32, policy,
+                          !EVEN || there, !EVEN && slab * DEPTH + d >= last);
             UNROLL for (int f = 0; f < FOLDS; f++) {
-                const u32 group = GROUP ? (slab * KS + f * FOLD) / max(GROUP, 1) : 0;
+                const Stage first = slab * KS + f * FOLD;
+                const Stage group = EVEN && GROUP == FOLD ? slab * FOLDS + f : GROUP ? first / max(GROUP, 1) : 0;
                 copy_few<sizeof(Scales)>(to + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales),
-                                         scales_from + group * 8, t == 0, group >= last_group);
+                                         scales_from + group * 8, t == 0 && (!EVEN || there),
+                                         !EVEN && group >= last_group);
             }
         }
         end_of_copies();
@@ -83,7 +105,7 @@ __cluster_dims__(CLUSTER)
         fewer_registers<FEWER>();
         if (threadIdx.x == 32 * WARPS) {
             int i = 0, phase = 0;
-            for (u32 column = begin * KS; column < end * KS; column += STEP) {
+            for (Stage column = begin * KS + own; column < end * KS + own; column += STEP) {
                 signal_wait(free + i * 8, phase - 1);  // in phase 0 every stage is free
                 signal_expect(full + i * 8, X);
                 const u32 to = stages + i * X + half * BOX * 128;
@@ -123,7 +145,13 @@ __cluster_dims__(CLUSTER)
         int i = 0, phase = 0, j = 0, before = -1;
         wait_for_stage(0);
         read_words(0, 0);
-        for (u32 slab = begin; slab < end; slab++) {
+        for (Stage first = begin; first < end; first += TURN) UNROLL for (int u = 0; u < TURN; u++) {
+            const Stage slab = first + u;
+            if (may_end(u, TURN) && slab >= end) break;
+            if (TURN > 1) {
+                i = 2 * u % STAGES, j = u % RING;
+                before = slab > 0 ? (i == 0 ? STAGES : i) - 1 : -1;
+            }
             copy_stage(slab + RING - 1, j == 0 ? RING - 1 : j - 1);
             UNROLL for (int column = 0; column < KS; column += PART) {
                 auto& now = a[column / PART % 2];

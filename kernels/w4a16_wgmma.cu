@@ -9,6 +9,8 @@
 //   WGS     consumer warpgroups, 64 rows each         MT      tokens of a tile, a multiple of 8
 //   KS      columns of a stage                        SPLIT   thread blocks of a cluster, which split K
 //   STAGES  stages of x in shared memory              RING    stages of packed words and scales, per consumer warp
+//   SCALED  1: a group's scale multiplies the weights; 0: its sums, if a step of columns has one scale
+//   COLUMNS K, if nothing ends within a tile or a stage
 
 #include "beside.cuh"
 #include "unpack.cuh"
@@ -20,6 +22,7 @@ constexpr bool NARROW = WGS > 3 && MT > 64;
 constexpr int STEP = KS >= 128 && !NARROW ? 64 : 32, BUFFERS = NARROW ? 2 : KS / STEP;
 constexpr int AHEAD = (WGS > 2 && LOADED * KS > 512) || (KS == 256 && LOADED > 5) ? 1 : 2;  // stages that a producer lane holds
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
+constexpr bool SUMS_SCALED = !SCALED && FOLD % STEP == 0;
 constexpr int X = PLACES * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
 // A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order.
 constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
@@ -27,6 +30,10 @@ constexpr int WORDS = STAGES * X, LANDING = WORDS + RING * WARPS * W, MBARRIERS 
 static_assert(STAGES > 1 && RING > 1 && MT % 8 == 0 && KS % KB == 0 && KS % 64 == 0 && KS % FOLD == 0 &&
                   (GROUP == 0 || GROUP % FOLD == 0),
               "a stage does not divide, or there are too few");
+
+#include "turns.cuh"
+
+constexpr int TURN = stages_of_turn(STAGES, RING, 8);  // of unrolled code
 
 #include "joined_sums.cuh"
 
@@ -49,13 +56,23 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT)
 #endif
     __launch_bounds__(32 * WARPS + 128, 1)
-        gemm(const u16* x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int K, int groups) {
+        gemm(const u16* x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int columns_of_x,
+             int all_groups) {
     extern __shared__ __align__(1024) char shared[];
+#if COLUMNS
+    constexpr int K = COLUMNS, groups = GROUP ? K / (GROUP + !GROUP) : 1;
+#else
+    const int K = columns_of_x, groups = all_groups;
+#endif
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int rank = blockIdx.x % SPLIT, cluster = blockIdx.x / SPLIT, token_tiles = (M + MT - 1) / MT;
     const int m0 = M > MT ? cluster % token_tiles * MT : 0, n0 = (M > MT ? cluster / token_tiles : cluster) * ROWS;
     const int slabs = (K + KS - 1) / KS;
-    const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
+    // This block's stages, at least one: of all, or counted from its own first.
+    const int slabs_before = slabs * rank / SPLIT, slabs_with = slabs * (rank + 1) / SPLIT;
+    const int begin = EVEN ? 0 : slabs_before;
+    const int end = EVEN ? (SLABS % SPLIT ? slabs_with - slabs_before : LEAST) : slabs_with;
+    const int own = EVEN ? slabs_before * KS : 0;  // columns before that first one
     const u32 stages = shared_address(shared), landing = stages + LANDING, full = stages + MBARRIERS;
     const u32 free = full + STAGES * 8, landed = free + STAGES * 8;
     let_tail_begin();
@@ -68,27 +85,33 @@ __cluster_dims__(SPLIT)
     const u16* row[LOADED];  // of x, for producer warps: 4 tokens by 64 columns at a time, eight lanes per token
     UNROLL for (int j = 0; j < LOADED; j++) {
         const int token = m0 + j * 16 + warp % 4 * 4 + lane / 8;
-        row[j] = token < M ? x + (u64)token * K + lane % 8 * 8 : nullptr;
+        row[j] = token < M ? x + (u64)token * K + own + lane % 8 * 8 : nullptr;
     }
     auto columns = [&](int slab) { return slab < end ? K - (int)lane % 8 * 8 : 0; };
     Share held[AHEAD];
     const int tile = n0 / 16 + warp, tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB;
     const u32 last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them, zeros
-    const uint4* const words_from = kept(codes + tile * blocks * 32 + lane);  // a stage adds one index to each
-    const Scales* const scales_from = kept(scales + tile * groups * 8 + g);
+    const int own_group = GROUP ? own / (GROUP + !GROUP) : 0;
+    const uint4* const words_from = kept(codes + (tile * blocks + own / KB) * 32 + lane);  // a stage adds one index
+    const Scales* const scales_from = kept(scales + (tile * groups + own_group) * 8 + g);
     const u32 ring = stages + WORDS + warp * W;
     const u32 words_to = kept(ring + lane * 16), scales_to = kept(ring + DEPTH * 512 + g * (u32)sizeof(Scales));
     const u64 policy = token_tiles == 1 && !READ_AGAIN ? evict_first() : evict_normal();  // only one block reads these weights?
-    auto copy_stage = [&](u32 slab, u32 j) {
-        const u32 at = kept(j * WARPS * W);
-        if (slab < end) {
+    // Of rows past the end any words are right: nobody stores their sums.
+    const Stage last_copied = EVEN && tile >= tiles ? 0 : end;
+    auto copy_stage = [&](Stage slab, u32 j) {
+        const u32 at = EVEN ? j * WARPS * W : kept(j * WARPS * W);
+        const bool there = slab < last_copied;
+        if (EVEN || there) {
             const uint4* const words = words_from + slab * DEPTH * 32;
             UNROLL for (u32 d = 0; d < DEPTH; d++)
-                copy_once(words_to + at + d * 512, words + d * 32, policy, true, slab * DEPTH + d >= last);
+                copy_once(words_to + at + d * 512, words + d * 32, policy, !EVEN || there,
+                          !EVEN && slab * DEPTH + d >= last);
             UNROLL for (u32 f = 0; f < FOLDS; f++) {
-                const u32 group = GROUP ? (slab * KS + f * FOLD) / max(GROUP, 1) : 0;
-                copy_few<sizeof(Scales)>(scales_to + at + f * FOLD_BYTES, scales_from + group * 8, t == 0,
-                                         group >= last_group);
+                const Stage first = slab * KS + f * FOLD;
+                const Stage group = EVEN && GROUP == FOLD ? slab * FOLDS + f : GROUP ? first / max(GROUP, 1) : 0;
+                copy_few<sizeof(Scales)>(scales_to + at + f * FOLD_BYTES, scales_from + group * 8,
+                                         t == 0 && (!EVEN || there), !EVEN && group >= last_group);
             }
         }
         end_of_copies();
@@ -127,25 +150,43 @@ __cluster_dims__(SPLIT)
             __syncwarp();
         };
         float sum[NT][4] = {};
+        // SUMS_SCALED: products of one group's columns, which its scales multiply when the next group begins.
+        [[maybe_unused]] float part[NT][4] = {}, part_scale[2] = {};
+        auto add_part = [&] {
+            wgmma_wait<0>();
+            UNROLL for (int n = 0; n < NT; n++) UNROLL for (int v = 0; v < 4; v++)
+                sum[n][v] += part_scale[v / 2] * part[n][v];
+        };
         u32 a[BUFFERS][STEP / 4];
         int i = 0, phase = 0, j = 0;
         read_stage(0);
-        for (int slab = begin; slab < end; slab++) {
+        for (int first = begin; first < end; first += TURN) UNROLL for (int u = 0; u < TURN; u++) {
+            const int slab = first + u;
+            if (may_end(u, TURN) && slab >= end) break;
+            if (TURN > 1) i = u % STAGES, j = u % RING;
             copy_stage(slab + RING - 1, j == 0 ? RING - 1 : j - 1);
             if (++j == RING) j = 0;
             UNROLL for (int column = 0; column < KS; column += STEP) {
                 auto& now = a[column / STEP % BUFFERS];
                 UNROLL for (int r = 0; r < STEP / 4; r++) {
                     const int of = column / 4 + r;
-                    now[r] = unpack((&words[of / PER_WORD / 4].x)[of / PER_WORD % 4], of % PER_WORD,
-                                    factors(scaling[of / 4 * 16 / FOLD], r % 2));
+                    const u32 word = (&words[of / PER_WORD / 4].x)[of / PER_WORD % 4];
+                    const Factors f = factors(scaling[of / 4 * 16 / FOLD], r % 2);
+                    now[r] = SUMS_SCALED ? unpack(word, of % PER_WORD, f.minus_zero) : unpack(word, of % PER_WORD, f);
+                }
+                if (SUMS_SCALED && column % FOLD == 0) {
+                    add_part();
+                    const Scales& of = scaling[column / FOLD];
+                    UNROLL for (int row = 0; row < 2; row++) part_scale[row] = scale(of, row) * (1 << DOWN);
                 }
                 if (column + STEP == KS) read_stage(j);
                 if (column == 0) signal_wait(full + i * 8, phase);
                 wgmma_begin();
                 UNROLL for (int k = 0; k < STEP; k += 16) {
                     const u32 of = matrix(stages + i * X) + (column + k) / 64 * PLACES * 8 + (column + k) % 64 / 8;
-                    multiply_tile(sum, now + k / 4, of);
+                    if constexpr (!SUMS_SCALED) multiply_tile(sum, now + k / 4, of);
+                    else if (column % FOLD == 0 && k == 0) multiply_tile<true>(part, now, of);
+                    else multiply_tile(part, now + k / 4, of);
                 }
                 wgmma_end();
                 wgmma_wait<BUFFERS - 1>();  // the next buffer of `a` is free; before the last step, the previous stage
@@ -157,6 +198,7 @@ __cluster_dims__(SPLIT)
             if (++i == STAGES) i = 0, phase++;
         }
         wgmma_wait<0>();
+        if (SUMS_SCALED) add_part();
         wait_for_copies<0>();
         land_sums(sum, landing, landed, rank, 0, warp, lane);
     }

@@ -30,7 +30,7 @@ struct Warp { // what the lanes of a warp show one another
     int arrived = 0, turn = 0;
 };
 struct Copy { unsigned to; const void *from; bool zero; int bytes = 16; };
-struct Product { bool brain; int columns; float (*d)[4]; const unsigned *a; unsigned b; };
+struct Product { bool brain; int columns; bool first; float (*d)[4]; const unsigned *a; unsigned b; };
 struct Fiber {
     ucontext_t beginning;
     jmp_buf now; // swapcontext would ask the kernel for signals twice a turn
@@ -353,8 +353,8 @@ u32 transpose(u32 pair) {
     return got;
 }
 // As late as it may be, when the fiber waits for the group: until then it reads `a` and shared memory.
-void multiply_later(bool brain, int columns, float (*d)[4], const unsigned a[4], unsigned b) {
-    fiber_here().products.back().push_back({brain, columns, d, a, b});
+void multiply_later(bool brain, int columns, bool first, float (*d)[4], const unsigned a[4], unsigned b) {
+    fiber_here().products.back().push_back({brain, columns, first, d, a, b});
 }
 static void multiply_now(const Product &p) {
     auto element = [&](int row, int k) { // of B
@@ -362,8 +362,10 @@ static void multiply_now(const Product &p) {
         return at_shared_of_block<u32>(at ^ (at >> 7 & 7) << 4);
     };
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    for (int n = 0; n < p.columns / 8; n++)
+    for (int n = 0; n < p.columns / 8; n++) {
+        if (p.first) std::fill(p.d[n], p.d[n] + 4, 0.0f);
         (p.brain ? mma<1> : mma<0>)(p.d[n], p.a, element(n * 8 + g, 2 * t), element(n * 8 + g, 2 * t + 8));
+    }
 }
 void wgmma_end() { fiber_here().products.emplace_back(); }
 void wait_until_multiplied(int pending) {

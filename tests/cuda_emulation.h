@@ -151,9 +151,9 @@ void count_common(int c[4], const u32 a[4], u32 b0, u32 b1);
 void count_common(int c[4], u32 a0, u32 a1, u32 b); // the other half of A and B is 0
 u32 transpose(u32 pair);
 inline u32 matrix(u32 p) { return p / 16; }
-void multiply_later(bool brain, int columns, float (*d)[4], const unsigned a[4], unsigned b);
-template <int BRAIN, int N> void wgmma(float (*d)[4], const unsigned a[4], unsigned b) {
-    multiply_later(BRAIN, N, d, a, b);
+void multiply_later(bool brain, int columns, bool first, float (*d)[4], const unsigned a[4], unsigned b);
+template <int BRAIN, int N, bool FIRST = false> void wgmma(float (*d)[4], const unsigned a[4], unsigned b) {
+    multiply_later(BRAIN, N, FIRST, d, a, b);
 }
 inline void wgmma_begin() {}
 void wgmma_end();

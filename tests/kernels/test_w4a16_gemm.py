@@ -131,6 +131,56 @@ def test_wgmma_source_on_the_cpu(case, monkeypatch):
     assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
 
 
+# The same for at most MT tokens a tile, columns in whole stages; SCALED. Turns of the loop and their rest, thread blocks
+# with more stages than others, rows past the end, groups that share a stage or two stages.
+KNOWN_WGMMA_CASES = [
+    (4, 128, False, "bfloat16", 25, 256, 2048, (2, 32, 128, 3, 3, 2), 0),
+    (4, 128, False, "bfloat16", 17, 200, 1792, (3, 24, 128, 2, 4, 5), 0),
+    (4, 128, False, "bfloat16", 64, 100, 1536, (2, 64, 128, 3, 6, 1), 1),
+    (4, 64, False, "float16", 25, 200, 1344, (2, 32, 64, 4, 3, 3), 1),
+    (4, 64, True, "float16", 19, 128, 1024, (1, 24, 256, 2, 4, 1), 0),
+    (4, 32, False, "bfloat16", 9, 64, 1280, (1, 16, 128, 2, 3, 2), 0),
+    (2, 0, False, "bfloat16", 9, 64, 1024, (1, 24, 128, 3, 3, 2), 0),
+    (8, 128, False, "float16", 41, 64, 1024, (1, 48, 64, 4, 4, 2), 0),
+]
+
+
+def known_and_not(x, packed, config, monkeypatch):
+    """y with columns that are a constant and with columns that are an argument, and what was compiled for each."""
+    loaded = []
+
+    def load(path, name, macros, *given):
+        loaded.append(macros.get("COLUMNS"))
+        return cuda_on_cpu.load(path, name, macros, *given)
+
+    monkeypatch.setattr(nvrtc, "load", load)
+    monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return w4a16_gemm.launch(x, packed, config | {"KNOWN": 1}), w4a16_gemm.launch(x, packed, config), loaded
+
+
+def of_known_wgmma(case):
+    """x, weight and configuration of a case."""
+    bits, group, symmetric, dtype, m, rows, columns, numbers, scaled = case
+    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    config = dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, numbers)) | {"SCALED": scaled}
+    return x, random_weight(rows, columns, bits, group, symmetric), config
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", some_slow(KNOWN_WGMMA_CASES, (0, 1, 3, 4)), ids=str)
+def test_wgmma_source_with_known_columns_on_the_cpu(case, monkeypatch):
+    """The same sums to the last bit; a group's sums that its scale multiplies round once less than scaled weights."""
+    x, packed, config = of_known_wgmma(case)
+    y, other, loaded = known_and_not(x, packed, config, monkeypatch)
+    assert torch.equal(y, other) and loaded == [x.shape[1], None]
+    off = error(y, w4a16_gemm.reference(x, packed))
+    assert off < BOUND[case[3]]
+    if config["SCALED"] == 0 and packed.bits * packed.group == 512:
+        scaled = w4a16_gemm.launch(x, packed, config | {"SCALED": 1})
+        assert off < 0.75 * error(scaled, w4a16_gemm.reference(x, packed))
+
+
 MULTICAST_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MB STAGES RING SPLIT PAIR
     (4, 128, False, "bfloat16", 72, 300, 512, (2, 3, 3, 1, 2)),
     (4, 64, False, "float16", 60, 230, 384, (4, 3, 3, 2, 2)),
@@ -171,6 +221,50 @@ def test_multicast_source_on_the_cpu(case, monkeypatch):
     want = w4a16_gemm.reference(x, packed)
     for tokens, sign in ((x, 1), (other, -1), (x, 1)):  # a tensor map holds an address
         assert error(sign * launch(tokens, packed.codes, packed.scale_zero), want) < BOUND[case[3]]
+
+
+KNOWN_MULTICAST_CASES = [  # the same with columns in whole stages; WGS MT STAGES RING SPLIT PAIR
+    (4, 128, False, "bfloat16", 97, 200, 1920, (2, 104, 4, 3, 3, 1)),
+    (4, 128, False, "bfloat16", 97, 520, 1280, (4, 112, 6, 3, 2, 2)),
+    (4, 64, True, "float16", 70, 128, 896, (2, 72, 3, 3, 1, 1)),
+    (2, 128, False, "bfloat16", 65, 256, 1280, (4, 72, 8, 4, 2, 1)),
+]
+
+
+def of_known_multicast(case):
+    """x, weight and configuration of a case."""
+    bits, group, symmetric, dtype, m, rows, columns, numbers = case
+    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    config = dict(zip(("WGS", "MT", "STAGES", "RING", "SPLIT", "PAIR"), numbers))
+    return x, random_weight(rows, columns, bits, group, symmetric), config
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", some_slow(KNOWN_MULTICAST_CASES, (0, 1)), ids=str)
+def test_multicast_source_with_known_columns_on_the_cpu(case, monkeypatch):
+    """The same sums to the last bit."""
+    x, packed, config = of_known_multicast(case)
+    y, other, loaded = known_and_not(x, packed, config, monkeypatch)
+    assert torch.equal(y, other) and loaded == [x.shape[1], None]
+    assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[case[3]]
+
+
+def test_columns_are_a_constant_where_stages_and_groups_divide_them():
+    """Rows may end within a tile of `wgmma`, not of `mma`, whose thread blocks copy whole tiles."""
+    wgmma = dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, (2, 32, 128, 3, 3, 2))) | {"KNOWN": 1}
+    narrow = wgmma | {"KS": 64}
+    multicast = dict(zip(w4a16_gemm.MULTICAST_CONSTANTS, (2, 6, 3, 2, 1))) | {"KNOWN": 1}
+    cases = (
+        (wgmma, 130, 640, 128, True), (wgmma, 128, 640 + 64, 64, False), (wgmma, 128, 640, 0, True),
+        (narrow, 128, 640, 64, True), (narrow, 128, 640, 128, False), (narrow, 128, 768, 128, True),
+        (multicast, 130, 640, 128, True), (multicast, 128, 640 + 64, 64, False),
+    )  # fmt: skip
+    for config, rows, columns, group, want in cases:
+        assert w4a16_gemm.known(config, rows, columns, group) is want
+        _, constants, *_ = w4a16_gemm.plan_of(config)(32, rows, columns, (4, group, False), config, (9, 0))
+        assert ("COLUMNS" in constants) is want
+        without = {name: value for name, value in config.items() if name != "KNOWN"}
+        assert not w4a16_gemm.known(without, rows, columns, group)
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -219,6 +313,20 @@ def test_multicast_on_a_gpu(case):
     x, packed = x.cuda(), packed.to("cuda")
     launch = functools.partial(w4a16_gemm.launch, x, packed, config)
     assert error(launch(), w4a16_gemm.reference(x, packed)) < BOUND[case[3]] and torch.equal(launch(), launch())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize("case", [*KNOWN_WGMMA_CASES, *KNOWN_MULTICAST_CASES], ids=str)
+def test_known_columns_of_wgmma_on_a_gpu(case):
+    """The same bits as with columns that are an argument."""
+    x, packed, config = (of_known_wgmma if len(case) == 9 else of_known_multicast)(case)
+    x, packed = x.cuda(), packed.to("cuda")
+    y = w4a16_gemm.launch(x, packed, config | {"KNOWN": 1})
+    assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[case[3]]
+    assert torch.equal(y, w4a16_gemm.launch(x, packed, config))
 
 
 @pytest.mark.gpu
@@ -314,7 +422,7 @@ def test_every_configuration_divides(m, n, k):
             most = {"MT"} if config.get("MT") == w4a16_gemm.MOST_TOKENS else {"MB"}
             if "WGS" in config:
                 most = {"MT", "WGS"}
-            assert set(config) == {*w4a16_gemm.MULTICAST_CONSTANTS} - {"MB"} | most
+            assert set(config) - {"KNOWN"} == {*w4a16_gemm.MULTICAST_CONSTANTS} - {"MB"} | most
             assert config["SPLIT"] * config["PAIR"] <= 8
             for bits in packing.BITS:
                 plan = w4a16_gemm.plan_multicast(m, n, k, (bits, 32, False), config, (9, 0))
@@ -322,7 +430,7 @@ def test_every_configuration_divides(m, n, k):
             continue
         if "WGS" in config:
             most = "MB" if config in w4a16_gemm.PLAIN_SPACE else "MT"
-            assert set(config) == {*w4a16_gemm.WGMMA_CONSTANTS} - {"MB"} | {most}
+            assert set(config) - {"KNOWN", "SCALED"} == {*w4a16_gemm.WGMMA_CONSTANTS} - {"MB"} | {most}
             assert w4a16_gemm.wgmma_fitted(config, 4, 128, False) == config and 1 <= config["SPLIT"] <= 8
             for bits in packing.BITS:
                 fitted = w4a16_gemm.wgmma_fitted(config, bits, 32, False)
@@ -398,6 +506,26 @@ def test_the_largest_tiles_compile(tmp_path, config, tokens):
     assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
 
 
+KNOWN_WGMMA = {"KNOWN": 1, "SCALED": 0}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("config, tokens, columns", [
+    (dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, (4, 32, 128, 5, 5, 2))) | KNOWN_WGMMA, 32, 4096),
+    (dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, (3, 48, 128, 5, 5, 5))) | KNOWN_WGMMA, 48, 14336),
+    ({"WGS": 4, "MT": 128, "STAGES": 4, "RING": 4, "SPLIT": 1, "PAIR": 1, "KNOWN": 1}, 104, 8192),
+], ids=("few", "uneven", "four"))  # fmt: skip
+def test_the_unrolled_loop_compiles(tmp_path, config, tokens, columns):
+    """No spills, and no product waits for another."""
+    source, constants, *_ = w4a16_gemm.plan_of(config)(tokens, 14336, columns, (4, 128, False), config, (9, 0))
+    assert constants["MT"] == tokens and constants["COLUMNS"] == columns
+    words = defines(BITS=4, GROUP=128, SYMMETRIC=0, BF16=1, **constants)
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("config, m", [
     (w4a16_gemm.cheapest("plain", 16, 4096, 4096), 16), (w4a16_gemm.BETWEEN_SPACE[1], 40),
@@ -430,7 +558,7 @@ def test_a_configuration_for_wgmma_serves_one_capability(monkeypatch):
 def test_headers_take_no_name_that_a_kernel_is_given():
     headers = [header.read_text() for header in w4a16_gemm.SOURCE.parent.glob("*.cuh")]
     taken = set(chain.from_iterable(re.findall(r"#\s*(?:define|undef)\s+(\w+)", header) for header in headers))
-    assert len(headers) == 9
+    assert len(headers) == 10
     given = {
         *w4a16_gemm.CONSTANTS,
         "COLUMNS",
