@@ -131,8 +131,8 @@ def test_wgmma_source_on_the_cpu(case, monkeypatch):
     assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
 
 
-# The same for at most MT tokens a tile, columns in whole stages; SCALED. Turns of the loop and their rest, thread blocks
-# with more stages than others, rows past the end, groups that share a stage or two stages.
+# The same for at most MT tokens a tile, columns in whole stages; SCALED. Turns of the loop and their rest, thread
+# blocks with more stages than others, rows past the end, groups that share a stage or two stages.
 KNOWN_WGMMA_CASES = [
     (4, 128, False, "bfloat16", 25, 256, 2048, (2, 32, 128, 3, 3, 2), 0),
     (4, 128, False, "bfloat16", 17, 200, 1792, (3, 24, 128, 2, 4, 5), 0),
