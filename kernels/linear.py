@@ -27,6 +27,7 @@ from repro.kernels.prepared import Scratch, blank
 
 CASES = w4a16_gemm.CASES  # the number of tokens selects the path
 LIMITS = {"decode": 16, "gemm": 2048}
+MOST_DECODED = 8  # tokens of a second launch by `wna16_gemv.py`, whatever the path of so many alone
 FALLBACK = {"decode": 8, "gemm": 128}  # largest M of a path on a device without measurements
 
 
@@ -146,7 +147,7 @@ def prepare_two(
     form, count = (bits, group, rows, columns, symmetric), x.shape[0] - head
     config = w4a16_gemm.configuration(head, rows, columns, bits, x.device)
     kernel, first = w4a16_gemm.planned(x, head, *form, config, "HEAD")
-    if known_path(count, rows, columns, bits, x.device) == "decode":
+    if count <= MOST_DECODED:
         second = wna16_gemv.tail(x, head, *form)
     else:
         config = w4a16_gemm.configuration(count, rows, columns, bits, x.device)

@@ -49,6 +49,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 WGMMA_SOURCE = SOURCE.with_name("w4a16_wgmma.cu")
 MULTICAST_SOURCE = SOURCE.with_name("w4a16_multicast.cu")
 MAX_ROWS = 2048
+LEAST_TILE = 16  # tokens of a tile, unless its configuration has fewer
 MOST_BOX = 256  # rows of a box of a tensor map
 LEAST_MULTICAST = (
     97  # tokens: up to 96 of 14336 x 4096 and 8192 x 8192 the other source takes 0.90 and 0.93 of its time
@@ -160,6 +161,37 @@ for tile, split in itertools.product(KNOWN_TILES, (1, 2)):
     KNOWN_SPACE.append(dict(zip(CONSTANTS, (*tile, split))) | {"KNOWN": 1})
 for tile, split in itertools.product(UNKNOWN_TILES, (1, 2)):
     KNOWN_SPACE.append(dict(zip(CONSTANTS, (*tile, split))))
+EIGHT_TILES = [  # for up to 8 tokens, with columns that are a constant
+    (8, 1, 2, 8, 2048, 3, 1, 0), (8, 2, 1, 8, 1024, 6, 1, 0), (8, 2, 2, 8, 2048, 2, 1, 0),
+    (8, 2, 4, 4, 1024, 2, 1, 0), (8, 2, 7, 2, 512, 3, 1, 0),
+]  # fmt: skip
+MORE_KNOWN_TILES = [  # for 9 tokens and more
+    (16, 1, 2, 8, 1024, 4, 1, 0), (16, 1, 5, 4, 512, 5, 1, 0), (16, 1, 7, 4, 1024, 2, 1, 0),
+    (16, 2, 1, 8, 1024, 4, 1, 0), (16, 4, 1, 8, 1024, 3, 1, 0), (24, 2, 2, 4, 512, 4, 1, 0),
+    (40, 1, 2, 4, 512, 4, 1, 0), (40, 1, 3, 4, 512, 4, 1, 0),
+]  # fmt: skip
+SMALL_KNOWN_TILES = [(16, 1, 1, 4, 512, 2, 4, 0), (32, 1, 2, 2, 256, 5, 2, 0)]  # for few rows, with more splits
+TURNS_TILES = [  # of `w4a16_wgmma.cu` with an unrolled loop: BETWEEN_CONSTANTS without SPLIT, and SCALED
+    (1, 32, 256, 4, 4, 0), (2, 32, 256, 4, 4, 0), (3, 32, 128, 6, 6, 0), (4, 32, 128, 5, 5, 0), (4, 32, 128, 6, 6, 0),
+    (1, 48, 256, 4, 4, 0), (2, 48, 256, 3, 3, 0), (2, 48, 256, 4, 4, 0), (3, 48, 128, 5, 5, 0), (1, 64, 128, 5, 5, 1),
+    (1, 64, 128, 8, 8, 0), (1, 64, 256, 3, 3, 1), (1, 64, 256, 4, 4, 1), (1, 64, 256, 5, 5, 0), (2, 64, 128, 4, 4, 1),
+    (2, 64, 128, 6, 6, 1), (2, 64, 128, 8, 4, 1), (2, 64, 256, 3, 3, 1), (3, 64, 128, 4, 4, 1), (4, 64, 128, 3, 3, 1),
+    (4, 64, 128, 4, 4, 1), (1, 80, 256, 3, 3, 1), (2, 80, 128, 4, 4, 1), (4, 80, 128, 3, 3, 1), (2, 96, 256, 2, 4, 1),
+    (3, 96, 128, 3, 3, 1), (4, 96, 128, 2, 4, 1), (4, 96, 128, 3, 3, 1), (1, 112, 256, 2, 4, 1),
+    (3, 112, 128, 3, 3, 1), (2, 128, 128, 3, 3, 1), (3, 128, 64, 3, 3, 1),
+]  # fmt: skip
+TURNS_MULTICAST_TILES = [(2, 6, 3), (2, 8, 4), (4, 4, 2)]  # of `w4a16_multicast.cu`: MULTICAST_CONSTANTS, likewise
+TURNS_SPACE = []  # fastest at some shape of an H200 with columns that are a constant; recorded, not chosen from
+for tiles, splits in ((EIGHT_TILES, (1, 2)), (MORE_KNOWN_TILES, (1, 2)), (SMALL_KNOWN_TILES, (2, 4, 8))):
+    for tile, split in itertools.product(tiles, splits):
+        TURNS_SPACE.append(dict(zip(CONSTANTS, (*tile, split))) | {"KNOWN": 1})
+for (*tile, scaled), split in itertools.product(TURNS_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
+    config = dict(zip(BETWEEN_CONSTANTS, (*tile, split))) | {"KNOWN": 1}
+    TURNS_SPACE.append(config if scaled else config | {"SCALED": 0})
+for tile, split in itertools.product(TURNS_MULTICAST_TILES, (1, 2, 3, 4)):
+    TURNS_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (*tile, split, 1))) | {"KNOWN": 1})
+for split in (1, 2):
+    TURNS_SPACE.append({"WGS": 4, "MT": 128, "STAGES": 8, "RING": 4, "SPLIT": split, "PAIR": 1, "KNOWN": 1})
 SPACES = {
     "plain": PLAIN_SPACE,
     "multicast": MULTICAST_SPACE,
@@ -169,6 +201,7 @@ SPACES = {
     "middle": MIDDLE_SPACE,
     "four": FOUR_SPACE,
     "known": KNOWN_SPACE,
+    "turns": TURNS_SPACE,
 }
 SPACE = list(itertools.chain.from_iterable(SPACES.values()))
 
@@ -199,7 +232,7 @@ def unsupported(device: torch.device | str) -> str | None:
     return lacks("w4a16_gemm", device) or nvrtc.unavailable()
 
 
-TOKENS = (16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 256)  # numbers of tokens with their own configurations
+TOKENS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 256)  # numbers of tokens with their own configurations
 SERVED = (16, 24, 32, 64, 80, 96, 112, 128)  # each serves all tokens above the one before it
 FILLED = (16, 24, 32, 64, 80)  # tokens of tiles of the plain space
 ESTIMATED = (16, 24, 32, 40, 48, 64, 80)  # as many as which fewer tokens are estimated
@@ -246,8 +279,8 @@ def chosen_from(tokens: int, bits: int, capability: tuple[int, int]) -> list[str
     """The names of the `SPACES` that a configuration for so many tokens is chosen from."""
     least_and_most = {
         "plain": (1, MAX_ROWS),
-        "few": (TOKENS[0] + 1, MOST_FEW),
-        "known": (TOKENS[0] + 1, MOST_KNOWN),
+        "few": (LEAST_TILE + 1, MOST_FEW),
+        "known": (LEAST_TILE + 1, MOST_KNOWN),
         "middle": (MOST_FEW + 1, MOST_MIDDLE),
     }
     if capability == (9, 0):
@@ -291,7 +324,7 @@ def trimmed(config: dict, m: int) -> int:
     tiles = -(-m // tokens_of(config))
     tokens = -(-m // tiles)
     step = 16 if config.get("PAIR") == 2 or tokens > MOST_BOX else 8
-    return max(min(TOKENS[0], tokens_of(config)), -(-tokens // step) * step)
+    return max(min(LEAST_TILE, tokens_of(config)), -(-tokens // step) * step)
 
 
 # What an SM of an H200 does in a microsecond, and what its launches take, fitted to the configurations that are

@@ -381,19 +381,19 @@ def test_recorded_number_of_tokens(monkeypatch):
     """The configuration of the next recorded number of tokens, where as many make the same tiles."""
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: {"key": key})
     found = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 25, 33, 49, 81, 97, 128, 250)}
-    wanted = (16, 16, 32, 40, 64, 96, 112, 128, 256)
+    wanted = (8, 16, 32, 40, 64, 96, 112, 128, 256)
     assert [config["key"] for config in found.values()] == [f"w4 m{t} 8x64" for t in wanted]
 
 
 def test_a_number_of_tokens_that_is_not_recorded_is_served_by_the_next_up_to_64(monkeypatch):
-    """33 to 64 tokens by 40, 48 or 64; 65 by 80 alone, or estimated."""
+    """Up to 8 tokens by 8 or 16, 33 to 64 by 40, 48 or 64; 65 by 80 alone, or estimated."""
     assert [w4a16_gemm.serving(m) for m in (1, 33, 41, 64, 65, 81, 113, 128, 200, 300)] == [
-        [16], [40, 48, 64], [48, 64], [64], [80], [96], [128], [128], [], [],
+        [8, 16], [40, 48, 64], [48, 64], [64], [80], [96], [128], [128], [], [],
     ]  # fmt: skip
-    recorded = {f"w4 m{t} 4096x4096": {"key": t} for t in (48, 64)}
+    recorded = {f"w4 m{t} 4096x4096": {"key": t} for t in (16, 48, 64)}
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
-    assert [w4a16_gemm.configuration(m, 4096, 4096, 4, "cpu") for m in (33, 48, 49)] == [
-        {"key": 48}, {"key": 48}, {"key": 64},
+    assert [w4a16_gemm.configuration(m, 4096, 4096, 4, "cpu") for m in (5, 33, 48, 49)] == [
+        {"key": 16}, {"key": 48}, {"key": 48}, {"key": 64},
     ]  # fmt: skip
     assert w4a16_gemm.configuration(65, 4096, 4096, 4, "cpu") in w4a16_gemm.SPACE
 
@@ -419,6 +419,7 @@ def test_every_configuration_divides(m, n, k):
     recorded = configurations("nvidia-h200").get("w4a16_gemm", {}).values()
     for config in [w4a16_gemm.cheapest("plain", m, n, k), *w4a16_gemm.SPACE, *recorded]:
         if "PAIR" in config:
+            assert w4a16_gemm.box_rows(config | {"MT": w4a16_gemm.tokens_of(config)}) <= w4a16_gemm.MOST_BOX
             most = {"MT"} if config.get("MT") == w4a16_gemm.MOST_TOKENS else {"MB"}
             if "WGS" in config:
                 most = {"MT", "WGS"}
