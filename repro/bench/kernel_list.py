@@ -26,7 +26,7 @@ from repro.models.groups.weight import GroupWeight
 from repro.store.kernel_rows import KERNELS
 
 DISPATCHERS = {"linear": "w4a16_gemm", "w8a8": "w8a8_gemm"}  # no kernel themselves; what they need at least
-CALLED = ("compensate", "row_parallel")  # no operator, no rows
+CALLED = ("compensate", "row_parallel", "vocabulary_argmax")  # no operator, no rows
 CHECKED = (*(name for name in KERNELS if name not in DISPATCHERS), *CALLED)  # what compute-sanitizer runs over
 SPARSITIES = (25, 40, 50, 65)  # percent of the inputs, as SpQt's Table 2
 PROGRAMS = (4, 8, 16, 32, 64)  # n1, the programs that share a band of zigzag (Figure 10)

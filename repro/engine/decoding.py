@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from repro.core.errors import UserError
 from repro.engine.prefill import together
@@ -56,6 +56,17 @@ class DecodingState:
         if self.scored:
             self.logprobs.copy_(logits.float().log_softmax(1).gather(1, self.ids.clamp(min=0)[:, None])[:, 0])
 
+    def choose_behind(self, head: nn.Module, hidden: Tensor, lengths: Tensor) -> None:
+        """The same from the last hidden states `[T, H]`; logits are whole only where they are read."""
+        if self.chooses_on(head):
+            self.ids.copy_(head.greedy(hidden))
+        else:
+            self.choose(head(hidden), lengths)
+
+    def chooses_on(self, head: nn.Module) -> bool:
+        """Whether the head chooses tokens itself: one that is split over ranks does, greedily (`parallel.py`)."""
+        return hasattr(head, "greedy") and not (self.drawn or self.scored)
+
     def following(self, logits: Tensor, lengths: Tensor) -> Tensor:
         """Every sequence's next token, int64 `[T]`; -1 where the logits are not finite."""
         if not self.drawn:
@@ -72,7 +83,7 @@ def advance(model: Decoder, cache: Cache, state: DecodingState) -> None:
     positions = cache.lengths[rows].where(live, 0)
     lengths = positions + 1
     tokens = Tokens(state.ids.clamp(min=0), state.rows, positions, positions, lengths)
-    state.choose(model.head(step(model, cache, tokens)), lengths)
+    state.choose_behind(model.head, step(model, cache, tokens), lengths)
     cache.lengths.index_add_(0, rows, live.int())
 
 
@@ -211,8 +222,13 @@ class Decoding:
             getattr(state, name).fill_(getattr(self.sampling, name))
         for row, hidden in enumerate(together(steps.model, steps.cache, self.prompts, chunk)):
             last.append(self._last(steps, row, iter(hidden.split(chunk))))
-        logits = steps.model.head(torch.cat(last))
+        head, hidden = steps.model.head, torch.cat(last)
         padding = len(state.ids) - count
+        if state.chooses_on(head):
+            tokens = head.greedy(hidden)
+            state.ids.copy_(torch.cat([tokens, tokens[-1:].expand(padding)]))
+            return
+        logits = head(hidden)
         lengths = torch.tensor([*map(len, self.prompts), *[0] * padding], device=device)
         state.choose(torch.cat([logits, logits[-1:].expand(padding, -1)]), lengths)
 

@@ -11,6 +11,9 @@ have to be added up over all ranks, in one of these ways:
 The gate needs the whole z, so that a gate on a rank's own part would be another function (Figure 7). Compensators of
 layers that are split by their outputs need no other rank. All-reduces are NCCL's, captured in the step's graph. A
 product without a compensator is `plain` under `joined`. Several tokens at a time go through `separate` or `plain`.
+
+The head is split by tokens: a greedy step exchanges each rank's best logit and its token, 8 bytes, over NVLink under
+`peers`, else by an all-reduce that takes the largest. Logits are gathered where somebody asks for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +31,7 @@ from repro.engine.corrected import Compensated
 from repro.engine.decoding import Steps
 from repro.engine.step import Decoder
 from repro.engine.weights import LAYERS, Dense, Packed
-from repro.kernels import row_parallel
+from repro.kernels import row_parallel, vocabulary_argmax
 from repro.kernels.compensated_gemv import hidden_of, parts
 from repro.kernels.row_parallel import Address
 from repro.methods.spear.compensator import Compensator, gate
@@ -55,6 +58,12 @@ class Link(Protocol):
     def add(self, x: Tensor) -> Tensor:
         """x, in place the sum over all ranks."""
 
+    def largest(self, words: Tensor) -> Tensor:
+        """int64 words, in place the largest over all ranks."""
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """`[T, ranks N]`: x `[T, N]` of all ranks, in their order."""
+
     def sides(self, values: int, device: torch.device) -> list[Side]:
         """Two memories of so many values a rank, all zeros on every rank."""
 
@@ -70,6 +79,17 @@ class Group:
         """x, in place the sum over all ranks."""
         dist.all_reduce(x, group=self.group)
         return x
+
+    def largest(self, words: Tensor) -> Tensor:
+        """int64 words, in place the largest over all ranks."""
+        dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group)
+        return words
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """`[T, ranks N]`: x `[T, N]` of all ranks, in their order."""
+        parts = [torch.empty_like(x) for _ in range(self.ranks)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
 
     def sides(self, values: int, device: torch.device) -> list[Side]:
         """Two memories that the peers reach over NVLink.
@@ -192,6 +212,37 @@ def norm_of_sums(plain: Callable) -> Callable:
     return norm
 
 
+class VocabularyParallel(nn.Module):
+    """The head of a rank's tokens, joined with the others'.
+
+    Args:
+        product: x `[T, H]` to the logits `[T, V/ranks]` of this rank's tokens, padded (`sharding.head_of`).
+        vocabulary: V, the tokens of all ranks.
+        side: memory that all ranks write to, of a word for each of T; None for a collective.
+    """
+
+    def __init__(self, product: nn.Module, vocabulary: int, link: Link, side: Side | None) -> None:
+        super().__init__()
+        self.product, self.vocabulary, self.link, self.side = product, vocabulary, link, side
+        self.first, self.count = vocabulary_argmax.tokens_of_a_rank(vocabulary, link.rank, link.ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits `[T, V]` of all tokens, which every rank gets."""
+        return self.link.gathered(self.product(x))[:, : self.vocabulary]
+
+    __call__ = forward
+
+    def greedy(self, x: Tensor) -> Tensor:
+        """int64 `[T]`: the first of the largest logits; -1 where they are not finite."""
+        logits, rows = self.product(x), len(x)
+        if self.side is None or rows > vocabulary_argmax.MOST_ROWS:
+            words = torch.empty(rows, dtype=torch.int64, device=x.device)
+            vocabulary_argmax.give(logits, self.count, self.first, [words])
+            return vocabulary_argmax.take(self.link.largest(words), rows)
+        vocabulary_argmax.give(logits, self.count, self.first, self.side.to)
+        return vocabulary_argmax.take(self.side.memory, rows)
+
+
 # --- decoders ---------------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +271,17 @@ def parallel(model: Decoder, link: Link, way: Way) -> Decoder:
         if way in ("joined", "peers"):
             made["norm"] = norm_of_sums(block.norm)
         blocks.append(replace(block, **made))
-    return replace(model, blocks=tuple(blocks))
+    head = VocabularyParallel(model.head, model.config.vocab_size, link, side_of_words(link, model.device, way))
+    return replace(model, blocks=tuple(blocks), head=head)
+
+
+def side_of_words(link: Link, device: torch.device, way: Way) -> Side | None:
+    """Memory for the words of the head under `peers`.
+
+    One is enough: a rank chooses again after the next step's partial sums, which need those of every other rank, and
+    these give them after they have chosen.
+    """
+    return link.sides(vocabulary_argmax.MOST_ROWS, device)[0] if way == "peers" else None
 
 
 def most_values(model: Decoder) -> int:
@@ -256,7 +317,7 @@ def loads(model: Decoder, ranks: int, device: torch.device, dtype: torch.dtype) 
             if key not in known:
                 known.add(key)
                 calls += row_parallel.loads(packed, R, hidden, counts, stride, dtype, device)
-    return calls
+    return calls + vocabulary_argmax.loads((1, ranks), dtype, device)
 
 
 def of_own(product: nn.Module, way: Way) -> nn.Module:

@@ -1,13 +1,14 @@
 """A decoder's part of one rank under tensor parallelism: which heads, hidden units and channels of a layer it holds.
 
 q, k, v, gate and up are split by their outputs, o and down by their inputs, so that a rank's attention and MLP need no
-other rank and its outputs of o and down are partial sums (Megatron-LM, arXiv 1909.08053, section 3). Embedding, norms
-and head are whole on every rank.
+other rank and its outputs of o and down are partial sums (Megatron-LM, arXiv 1909.08053, section 3). The head is split
+by its outputs, the tokens. Norms are whole on every rank, and so is the embedding, of which a step reads one row a
+token: a copy costs memory and no time, and needs no other rank.
 
 Where the ranks do not divide the heads, as three ranks and the 32, 40 and 64 heads of Llama 2, which the paper does not
 explain (audit A070), heads are padded: every rank has the same number, whole groups of queries with their key-value
 head, and what is left over on the last rank has weights of zero. Hidden units of the MLP are padded likewise, to a
-multiple of 16 on each rank. The padded channels are computed and add nothing.
+multiple of 16 on each rank, and so are tokens of the head. The padded channels are computed and add nothing.
 """
 
 import copy
@@ -24,6 +25,7 @@ from repro.engine.step import Block, Decoder
 from repro.engine.weights import Dense, Packed, head_size
 from repro.kernels.compensated_gemv import PackedCompensators
 from repro.kernels.packing import TILE, pack, unpack
+from repro.kernels.vocabulary_argmax import rows_of_a_rank
 
 NONE = -1  # in an index: a padded channel, whose weights are zero
 
@@ -50,7 +52,7 @@ def local_config(config: Any, ranks: int) -> Any:
     local.num_key_value_heads = of_a_rank
     local.num_attention_heads = local.num_key_value_heads * (config.num_attention_heads // config.num_key_value_heads)
     local.intermediate_size = -(-config.intermediate_size // (ranks * TILE)) * TILE
-    return local
+    return local  # of the whole vocabulary, since every rank embeds all tokens
 
 
 def indices(count: int, local: int, rank: int) -> Tensor:
@@ -85,7 +87,15 @@ def shard(model: Decoder, rank: int, ranks: int) -> Decoder:
             down=of_inputs(block.down, unit.to(model.device)),
         )
 
-    return replace(model, config=local, blocks=tuple(part(block) for block in model.blocks))
+    blocks = tuple(part(block) for block in model.blocks)
+    return replace(model, config=local, blocks=blocks, head=head_of(model, rank, ranks))
+
+
+def head_of(model: Decoder, rank: int, ranks: int) -> nn.Module:
+    """The head of a whole vocabulary with the tokens of a rank alone, and zeros for those that are padding."""
+    vocabulary = model.config.vocab_size
+    token = indices(vocabulary, rows_of_a_rank(vocabulary, ranks), rank)
+    return of_outputs(model.head, token.to(model.device))
 
 
 def joined(parts: Sequence[Tensor], starts: Sequence[int]) -> Tensor:

@@ -1,12 +1,15 @@
 """Milliseconds of a decoded token at a public shape under tensor parallelism (SPEAR's Table 5 and Figure 9).
 
 The weights are random: times and bytes are real. Compensators are those of Table 8's 4 bits per channel, the layers
-chosen by a seed, since random weights have no damage. Every rank draws its part from the same seed, so that all parts
-are alike, and with them the tokens. One job times a shape in every way at one degree, in processes of their own, one a
-GPU (`engine/ranks.py`): run it where all GPUs are seen, `python -m repro run TARGET` without `--gpus`.
+chosen by a seed, since random weights have no damage. Every rank draws its part of the blocks from the same seed, so
+that all of these are alike, and has its tokens of one head. One job times a shape in every way at one degree, in
+processes of their own, one a GPU (`engine/ranks.py`): run it where all GPUs are seen, `python -m repro run TARGET`
+without `--gpus`.
 
 A step is one CUDA graph, all-reduces among it; `launched` is launch by launch from the host. The paper does not say
-which its rows are; gaps between launches dominate its naive rows (section 4.1), so that both are timed.
+which its rows are; gaps between launches dominate its naive rows (section 4.1), so that both are timed. A host keeps
+one of several paces for a second or longer, up to a factor of 2 apart, so that the ways which it launches are timed in
+interleaved rounds: within a round their ratio is of one pace.
 """
 
 import gc
@@ -14,13 +17,14 @@ import math
 import multiprocessing
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from repro.core.errors import at_least, unknown
 from repro.engine import parallel, ranks, sharding, weights
@@ -47,11 +51,13 @@ HOW = {  # a recipe, how partial sums are added up (`engine/parallel.py`), and w
     "naive": (COMPENSATED, "separate", False),
     "fused": (COMPENSATED, "joined", False),
     "spear": (COMPENSATED, "peers", False),
+    "spear-headless": (COMPENSATED, "peers", False),
     "w4-launched": (COMPENSATED, "plain", True),
     "naive-launched": (COMPENSATED, "separate", True),
     "fused-launched": (COMPENSATED, "joined", True),
     "spear-launched": (COMPENSATED, "peers", True),
 }
+HEADLESS = ("spear-headless",)  # ways whose steps have no head: what the others take longer is the head's
 # Share of the layers and rank on RTN at 4 bits per channel. 7B and 13B are Table 8's; of 70B, which it lacks, these are
 # the usual 40 % with the rank whose bytes are the 148 MB of Table 2.
 PLACED = {"Llama-2-7B": (0.39, 24), "Llama-2-13B": (0.40, 26), "Llama-2-70B": (0.40, 28)}
@@ -67,16 +73,17 @@ def recipe_of(shape: str, how: str) -> str:
 class Protocol:
     """`new` greedy tokens after `prompt` random ones; a round before the first of `rounds` is dropped.
 
-    Of steps that the host launches, which take up to 20 times as long, `launched` tokens.
+    Of steps that the host launches, which take up to 20 times as long, `launched` tokens in each of `launched_rounds`.
     """
 
     prompt: int = 128
     new: int = 64
     rounds: int = 3
     launched: int = 8
+    launched_rounds: int = 8
 
     def __post_init__(self) -> None:
-        at_least(self, prompt=1, new=2, rounds=2, launched=2)
+        at_least(self, prompt=1, new=2, rounds=2, launched=2, launched_rounds=2)
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class ParallelDecode(Metric):
         ranks: GPUs, one of `DEGREES`.
     """
 
-    VERSION = 1
+    VERSION = 2  # a head that is split over ranks; interleaved rounds
     TIMES = True
     SHAPED = True
     DEFAULT = {}
@@ -132,8 +139,14 @@ class ParallelDecode(Metric):
         check_gpu(options["device"], "times of shapes")
         ranks.gpus_for(max(options["degrees"]))
         measured = ranks.run(times, options, max(options["degrees"]), options["device"])
-        group = f"{options['shape']}, {options['new']} tokens after {options['prompt']}"
-        series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in measured.items()}
+        series = {}
+        for how, (_, _, launched) in HOW.items():
+            new = options["launched"] if launched else options["new"]
+            group = (
+                f"{options['shape']}, {new} tokens after {options['prompt']}"  # ways of one group share their rounds
+            )
+            name = series_name(max(options["degrees"]), how)
+            series[name] = Series(np.asarray(measured[name], dtype=float), "items", group)
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
@@ -175,7 +188,7 @@ def compile_together(options: Mapping[str, Any], device: torch.device) -> None:
     """Compile kernels into the cache, each on one rank: else every rank would compile all of them, one by one."""
     calls = []
     for degree in options["degrees"]:
-        part = rank_decoder(options["shape"], options["recipes"]["spear"], degree, 1, torch.device("meta"))
+        part = rank_decoder(options["shape"], options["recipes"]["spear"], 0, degree, 1, torch.device("meta"))
         calls += parallel.loads(part, degree, device, torch.bfloat16)
     mine = nvrtc.jobs_of(calls)[dist.get_rank() :: dist.get_world_size()]
     left = [job for job in mine if not nvrtc.is_compiled(job)]
@@ -188,35 +201,72 @@ def compile_together(options: Mapping[str, Any], device: torch.device) -> None:
 def times_of_degree(options: Mapping[str, Any], link: Group, device: torch.device) -> dict[str, list[float]]:
     """The same of one degree: the ways of a recipe share its weights."""
     milliseconds: dict[str, list[float]] = {}
-    decoders: dict[str, Decoder] = {}
-    for how, (_, communication, launched) in HOW.items():
-        recipe = options["recipes"][how]
-        if recipe not in decoders:
-            decoders.clear()  # the one before, which may fill half of the memory
+    recipes, context = options["recipes"], options["prompt"] + options["new"] + 1
+    for recipe in dict.fromkeys(recipes[how] for how in HOW):
+        model = rank_decoder(options["shape"], recipe, link.rank, link.ranks, context, device)
+        launched = []
+        for how in HOW:
+            if recipes[how] != recipe:
+                continue
+            engine = engine_of(options["shape"], how, model, link)
+            if HOW[how][2]:
+                launched.append((how, engine))
+                continue
+            rounds = [engine.time(options["prompt"], options["new"]).ms_p50 for _ in range(1 + options["rounds"])]
+            milliseconds[series_name(link.ranks, how)] = rounds[1:]
+            del engine
             release(device)
-            decoders[recipe] = rank_decoder(
-                options["shape"], recipe, link.ranks, options["prompt"] + options["new"] + 1, device
-            )
-        engine = ParallelCore(f"{SHAPE}{options['shape']}", parallel.parallel(decoders[recipe], link, communication))
-        if launched:
-            engine.steps.graphed = False
-        new = options["launched"] if launched else options["new"]
-        rounds = [engine.time(options["prompt"], new).ms_p50 for _ in range(1 + options["rounds"])]
-        milliseconds[series_name(link.ranks, how)] = rounds[1:]
-        del engine
+        for how, rounds in interleaved(launched, options).items():
+            milliseconds[series_name(link.ranks, how)] = rounds
+        del model, launched  # before the next recipe's, since they may fill half of the memory
         release(device)
     return milliseconds
 
 
-def rank_decoder(shape: str, recipe: str, degree: int, context: int, device: torch.device) -> Decoder:
-    """A rank's part of a shape with random weights; in float32 on a CPU, else in bfloat16. All ranks' are alike."""
+def engine_of(shape: str, how: str, model: Decoder, link: Group) -> ParallelCore:
+    """An engine of a rank's part that decodes in one way."""
+    _, communication, launched = HOW[how]
+    joined = parallel.parallel(model, link, communication)
+    if how in HEADLESS:
+        joined = replace(joined, head=NoHead())
+    engine = ParallelCore(f"{SHAPE}{shape}", joined)
+    if launched:
+        engine.steps.graphed = False
+    return engine
+
+
+def interleaved(engines: list[tuple[str, ParallelCore]], options: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Milliseconds of a step of each engine, one value a round, in which each of them has its turn."""
+    rounds: dict[str, list[float]] = {how: [] for how, _ in engines}
+    for number in range(1 + options["launched_rounds"]):
+        for how, engine in engines:
+            ms = engine.time(options["prompt"], options["launched"]).ms_p50
+            if number > 0:  # the first one is dropped
+                rounds[how].append(ms)
+    return rounds
+
+
+class NoHead(nn.Module):
+    """In place of a head: every token is 0, whatever the hidden states are."""
+
+    def greedy(self, x: Tensor) -> Tensor:
+        """int64 `[T]` zeros."""
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+
+
+def rank_decoder(shape: str, recipe: str, rank: int, degree: int, context: int, device: torch.device) -> Decoder:
+    """A rank's part of a shape with random weights; in float32 on a CPU, else in bfloat16.
+
+    Blocks and embedding are alike on all ranks. Of the head, which all ranks draw alike, a rank has its tokens.
+    """
     from transformers import AutoConfig  # takes seconds
 
     config = AutoConfig.for_model(**SHAPES[shape])
     slots = weights.check(f"{SHAPE}{shape}", config, context)
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return random_decoder(parse(recipe), sharding.local_config(config, degree), slots, device, dtype)
+    model = random_decoder(parse(recipe), sharding.local_config(config, degree), slots, device, dtype)
+    return replace(model, head=sharding.head_of(model, rank, degree))
 
 
 def release(device: torch.device) -> None:

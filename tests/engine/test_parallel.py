@@ -11,8 +11,17 @@ pytest.importorskip("triton")
 
 from repro.core.errors import UserError  # noqa: E402
 from repro.engine import corrected, parallel, sharding, weights  # noqa: E402
+from repro.engine.core import Core  # noqa: E402
 from repro.engine.corrected import Compensated, Corrected  # noqa: E402
-from repro.engine.parallel import FusedRowParallel, PartialSums, RowParallel, SeparateRowParallel, Side  # noqa: E402
+from repro.engine.decoding import Sampling  # noqa: E402
+from repro.engine.parallel import (  # noqa: E402
+    FusedRowParallel,
+    ParallelCore,
+    PartialSums,
+    RowParallel,
+    SeparateRowParallel,
+    Side,
+)
 from repro.engine.prefill import together  # noqa: E402
 from repro.engine.random_shape import random_decoder  # noqa: E402
 from repro.engine.step import Cache, run_of, step  # noqa: E402
@@ -35,7 +44,7 @@ class Room:
 
     def __init__(self, ranks):
         self.ranks, self.meeting = ranks, threading.Barrier(ranks, timeout=60)
-        self.given, self.memories, self.added = {}, {}, []
+        self.given, self.memories, self.added, self.words, self.gathers = {}, {}, [], 0, 0
 
 
 class Thread:
@@ -44,19 +53,33 @@ class Thread:
     def __init__(self, room, rank):
         self.room, self.rank, self.ranks = room, rank, room.ranks
 
-    def add(self, x):
+    def of_all(self, x):
         self.room.given[self.rank] = x.clone()
         self.room.meeting.wait()
-        x.copy_(sum(self.room.given[rank] for rank in range(self.ranks)))
+        given = [self.room.given[rank] for rank in range(self.ranks)]
         self.room.meeting.wait()
+        return given
+
+    def add(self, x):
+        x.copy_(sum(self.of_all(x)))
         if self.rank == 0:
             self.room.added.append((x.shape, x.dtype))
         return x
 
+    def largest(self, words):
+        words.copy_(torch.stack(self.of_all(words)).amax(0))
+        self.room.words += self.rank == 0
+        return words
+
+    def gathered(self, x):
+        self.room.gathers += self.rank == 0
+        return torch.cat(self.of_all(x), 1)
+
     def sides(self, values, device):
-        self.room.memories[self.rank] = torch.zeros(2, self.ranks, values, dtype=torch.int64)
+        own = self.room.memories.setdefault(self.rank, [])
+        own.append(torch.zeros(2, self.ranks, values, dtype=torch.int64))
         self.room.meeting.wait()
-        of_all = [self.room.memories[rank] for rank in range(self.ranks)]
+        of_all = [self.room.memories[rank][len(own) - 1] for rank in range(self.ranks)]
         return [Side(of_all[self.rank][side], [one[side, self.rank] for one in of_all]) for side in range(2)]
 
 
@@ -151,7 +174,32 @@ def test_compensated_ranks_give_the_logits_of_one_rank(packed, way, kind, ranks)
     if way == "joined":
         assert set(single) == {(320 + 16,)}, "outputs and z in one"
     if way == "peers":
-        assert not any(memory.any() for memory in room.memories.values()), "every mark is taken away"
+        assert not any(memory.any() for own in room.memories.values() for memory in own), "every mark is taken away"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("way", ["plain", "separate", "joined", "peers"])
+def test_greedy_steps_exchange_a_word_a_token(packed, way, ranks):
+    """By peers' memory or by one collective a step; logits stay on their ranks. Tokens are those of one rank."""
+    model = decoder("five", "rtn-w4-pc" if way == "plain" else ALL)
+    new = 5
+
+    def tokens(engine):
+        batch = engine._decoding([list(range(9))], new, Sampling(), 0)
+        return [token for step in engine._run(batch) for _, token, _ in step]
+
+    want = tokens(Core("tiny", model))
+    assert len(set(want)) > 2
+
+    def work(link):
+        part = parallel.parallel(sharding.shard(model, link.rank, ranks), link, way)
+        return tokens(ParallelCore("tiny", part))
+
+    found, room = on_ranks(ranks, work)
+    assert all(got == want for got in found)
+    assert room.gathers == 0 and room.words == (0 if way == "peers" else new)
+    if way == "peers":
+        assert not any(memory.any() for own in room.memories.values() for memory in own), "every word is taken away"
 
 
 def test_a_rank_that_is_late_finds_what_it_was_given(packed, monkeypatch):
@@ -160,7 +208,7 @@ def test_a_rank_that_is_late_finds_what_it_was_given(packed, monkeypatch):
     want, real = logits(model), row_parallel.take_reference
 
     def late(memory, *given):
-        if memory.untyped_storage().data_ptr() == room_of[0].memories[1].untyped_storage().data_ptr():
+        if memory.untyped_storage().data_ptr() == room_of[0].memories[1][0].untyped_storage().data_ptr():
             time.sleep(0.05)
         return real(memory, *given)
 

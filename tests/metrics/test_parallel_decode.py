@@ -1,6 +1,7 @@
 """Steps under tensor parallelism as a cell: its job, a tiny shape on ranks of a CPU, refusals, the specs that ask."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ TINY = dict(
     model_type="llama", hidden_size=256, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=4, vocab_size=300, max_position_embeddings=128,
 )  # fmt: skip
+CPU_WAYS = ("bf16", "w4", "naive", "w4-launched", "naive-launched")
 
 
 def target(device="cpu"):
@@ -40,7 +42,8 @@ def test_a_job_is_of_a_shape_at_a_degree_in_every_way():
     rule = json.loads(made.inputs)
     assert rule["degrees"] == [2] and rule["recipes"].keys() == HOW.keys()
     assert rule["recipes"]["spear"] == "rtn-w4-pc + spear(placement=random, k_share=0.4, rank=26)"
-    assert (rule["prompt"], rule["new"], rule["rounds"], rule["launched"]) == (128, 64, 3, 8)
+    assert (rule["prompt"], rule["new"], rule["rounds"]) == (128, 64, 3)
+    assert (rule["launched"], rule["launched_rounds"]) == (8, 8)
 
 
 def test_the_rank_of_70b_is_that_of_table_2_s_bytes():
@@ -86,12 +89,14 @@ def test_rounds_of_all_ways_are_kept(tmp_path, monkeypatch):
     series = params.series(kept, target())
     assert series["ms"].values.tolist() == [3.0, 9.0] and params.value({"ms": 6.0}) == 6.0
     assert series["ms"].axis == "items" and series["ms"].group == "Llama-2-7B, 64 tokens after 128"
+    launched = ParallelDecode("Llama-2-7B", 3, "fused-launched").series(kept, target())
+    assert launched["ms"].group == "Llama-2-7B, 8 tokens after 128", "rounds of other numbers are not paired"
 
 
 def on_a_rank(given, device):
     """A tiny shape in the ways that run on a CPU."""
     parallel_decode.SHAPES["tiny"] = TINY
-    parallel_decode.HOW = {how: HOW[how] for how in ("bf16", "w4", "naive", "w4-launched", "naive-launched")}
+    parallel_decode.HOW = {how: HOW[how] for how in CPU_WAYS}
     return parallel_decode.times(given, device)
 
 
@@ -99,11 +104,47 @@ def test_a_tiny_shape_is_timed_on_two_ranks(monkeypatch):
     """In processes of their own, at degrees of which one leaves a rank out."""
     monkeypatch.setenv("PYTHONPATH", str(__import__("pathlib").Path(__file__).parent))
     recipes = {how: "fp16" if how == "bf16" else "rtn-w4-pc" for how in HOW}
-    given = {"shape": "tiny", "degrees": [1, 2], "recipes": recipes, "prompt": 5, "new": 3, "rounds": 2, "launched": 2}
+    given = {"shape": "tiny", "degrees": [1, 2], "recipes": recipes, "prompt": 5, "new": 3, "rounds": 2}
+    given |= {"launched": 2, "launched_rounds": 3}
     found = ranks.run(on_a_rank, given, 2, "cpu")
-    ways = ("bf16", "w4", "naive", "w4-launched", "naive-launched")
-    assert found.keys() == {f"tp{n} {how}" for n in (1, 2) for how in ways}
-    assert all(len(values) == 2 and min(values) > 0 for values in found.values())
+    assert found.keys() == {f"tp{n} {how}" for n in (1, 2) for how in CPU_WAYS}
+    for name, values in found.items():
+        assert len(values) == (3 if "launched" in name else 2) and min(values) > 0
+
+
+def test_launched_ways_are_timed_in_turns():
+    """So that within a round all of them meet the same pace of the host; the first round is dropped."""
+    calls = []
+
+    class Timed:
+        def __init__(self, how):
+            self.how = how
+
+        def time(self, prompt, new):
+            calls.append((self.how, prompt, new))
+            return SimpleNamespace(ms_p50=float(len(calls)))
+
+    given = {"prompt": 5, "launched": 2, "launched_rounds": 2}
+    found = parallel_decode.interleaved([("a", Timed("a")), ("b", Timed("b"))], given)
+    assert calls == [("a", 5, 2), ("b", 5, 2)] * 3
+    assert found == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+
+
+def test_a_way_without_a_head_reads_none(monkeypatch):
+    """What the others take longer is the head's, the choice included."""
+    monkeypatch.setitem(parallel_decode.SHAPES, "Llama-2-7B", TINY)
+    link = SimpleNamespace(rank=1, ranks=2, add=lambda x: x, largest=lambda words: words)
+    monkeypatch.setattr(parallel_decode, "HOW", {"w4": ("fp16", "plain", False), "none": ("fp16", "plain", False)})
+    monkeypatch.setattr(parallel_decode, "HEADLESS", ("none",))
+    model = parallel_decode.rank_decoder("Llama-2-7B", "fp16", 1, 2, 12, torch.device("cpu"))
+    other = parallel_decode.rank_decoder("Llama-2-7B", "fp16", 0, 2, 12, torch.device("cpu"))
+    assert model.head.weight.shape == (160, 256), "half of 300 tokens, padded to a multiple of 16"
+    assert not torch.equal(model.head.weight, other.head.weight) and not model.head.weight[140:].any()
+    assert torch.equal(model.embedding, other.embedding) and len(model.embedding) == 300
+    engines = {how: parallel_decode.engine_of("Llama-2-7B", how, model, link) for how in parallel_decode.HOW}
+    assert engines["w4"].stats.read_bytes - engines["none"].stats.read_bytes == 160 * 256 * 4
+    assert engines["none"].time(5, 3).ms_p50 > 0
+    assert engines["none"].model.head.greedy(torch.ones(3, 4)).tolist() == [0, 0, 0]
 
 
 def test_table_5_and_figure_9_ask_for_every_way():
