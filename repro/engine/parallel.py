@@ -87,9 +87,10 @@ class Group:
 
     def gathered(self, x: Tensor) -> Tensor:
         """`[T, ranks N]`: x `[T, N]` of all ranks, in their order."""
-        parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, 1)
+        tokens, values = x.shape
+        of_all = x.new_empty(self.ranks * tokens, values)
+        dist.all_gather_into_tensor(of_all, x.contiguous(), group=self.group)
+        return of_all.view(self.ranks, tokens, values).transpose(0, 1).flatten(1)
 
     def sides(self, values: int, device: torch.device) -> list[Side]:
         """Two memories that the peers reach over NVLink.
