@@ -142,11 +142,10 @@ class ParallelDecode(Metric):
         series = {}
         for how, (_, _, launched) in HOW.items():
             new = options["launched"] if launched else options["new"]
-            group = (
-                f"{options['shape']}, {new} tokens after {options['prompt']}"  # ways of one group share their rounds
-            )
             name = series_name(max(options["degrees"]), how)
-            series[name] = Series(np.asarray(measured[name], dtype=float), "items", group)
+            rounds = np.asarray(measured[name], dtype=float)
+            # Ways with one name of a group are paired, round by round.
+            series[name] = Series(rounds, "items", f"{options['shape']}, {new} tokens after {options['prompt']}")
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
