@@ -65,10 +65,10 @@ def run(args: argparse.Namespace, kind: str) -> None:
     from repro.results import stored_rows
 
     metric = KINDS[kind]
-    flow = common.workflow(args, stored=False)
-    target = common.target(args, flow)
     options_of_metric = {field.name: getattr(args, field.name) for field in dataclasses.fields(metric)}
     params = metric(**{name: value for name, value in options_of_metric.items() if value is not None})
+    flow = _of_metric(common.workflow(args, stored=False), kind, params)
+    target = common.target(args, flow)
     nowhere = Cell(paper="", kind="", number="", row="", col="", model=target.model, metric="")
     facts = {"measure": kind, "params": params, "recipe": target.text, "stand_in": target.model, "seeds": (args.seed,)}
     cell = dataclasses.replace(nowhere, **facts)
@@ -87,6 +87,17 @@ def run(args: argparse.Namespace, kind: str) -> None:
     if facts := [*_observed_on(quantity, interval.n), *_against_full(flow, cell, quantity)]:
         print("; ".join(facts))
     print(f"{interval.value:.7g}{_ends(interval)} {params.unit}")
+
+
+def _of_metric(flow: Any, kind: str, params: Any) -> Any:
+    """The workflow whose scale measures nothing but a metric of a kind."""
+    from repro.workflow.workflow import Workflow
+
+    protocol = flow.scale.protocols.get(kind)
+    if protocol is None:
+        return flow
+    protocols = {**flow.scale.protocols, kind: params.only(protocol)}
+    return Workflow(dataclasses.replace(flow.scale, protocols=protocols), stored=False)
 
 
 def _ends(interval: Any) -> str:

@@ -68,6 +68,10 @@ class Likelihood(Accuracy):
         if self.percent and self.show != "correct":
             raise UserError(f"likelihood: percent is of right answers; show them, not the {self.show}")
 
+    def only(self, protocol: Protocol) -> Protocol:
+        """The protocol with the tasks of this metric alone, as that of `zeroshot`."""
+        return zeroshot.ZeroShot(self.tasks).only(protocol)
+
     def jobs(self, target: Target) -> dict[str, Job] | None:
         """One job scores all tasks of a scale; None if the scale lacks one of these tasks."""
         return zeroshot.scoring_job("likelihood", zeroshot.ZeroShot(self.tasks), target)

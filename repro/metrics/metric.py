@@ -73,6 +73,10 @@ class Metric:
         """
         return protocol
 
+    def only(self, protocol: Any) -> Any:
+        """The protocol where nothing but this metric is measured: without what it has no use for."""
+        return protocol
+
     def jobs(self, target: Any) -> dict[str, Any] | None:
         """The jobs of a target by role; None if its scale does not measure the metric."""
         return {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from repro.core.errors import UserError
+from repro.core.errors import UserError, unknown
 from repro.data import tasks as entries
 from repro.jobs import compress, requests
 from repro.jobs.target import Target
@@ -79,6 +79,18 @@ class ZeroShot(Accuracy):
         """The protocol of a build's own measurement: the first items, of the tasks whose files are here."""
         absent = tuple(task for task in protocol.tasks if not entries.available(task))
         return replace(protocol, limit=min(protocol.limit or least.items, least.items), absent=absent)
+
+    def only(self, protocol: Protocol) -> Protocol:
+        """The protocol with the tasks of this metric alone: those of others need no file.
+
+        Raises:
+            UserError: a task that the scale does not ask.
+        """
+        wanted = protocol.answered(self)
+        for task in wanted:
+            if task not in protocol.tasks:
+                raise unknown("task of this scale", task, protocol.tasks)
+        return replace(protocol, absent=tuple(task for task in protocol.tasks if task not in wanted))
 
     def jobs(self, target: Target) -> dict[str, Job] | None:
         """One job scores all tasks of a scale, so that a model is loaded once; None where it measures no such task."""
