@@ -786,7 +786,15 @@ def test_requests_are_shared_by_models_of_one_tokenizer_and_told_apart_by_what_d
 def test_a_machine_without_lm_eval_and_data_scores_what_was_brought(small, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REPRO_DATA", str(small))
-    words = ["zeroshot", "pocket-3m", "--tasks", "piqa", "--config", "zeroshot={tasks: [piqa, winogrande]}"]
+    words = [
+        "zeroshot",
+        "pocket-3m",
+        "--tasks",
+        "piqa",
+        "winogrande",
+        "--config",
+        "zeroshot={tasks: [piqa, winogrande]}",
+    ]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert [path.name.partition(".")[0] for path in sorted(Path("build/requests").iterdir())] == ["piqa", "winogrande"]
