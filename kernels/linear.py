@@ -150,7 +150,7 @@ def prepare_two(
     if count <= MOST_DECODED:
         second = wna16_gemv.tail(x, head, *form)
     else:
-        config = w4a16_gemm.configuration(count, rows, columns, bits, x.device)
+        config = w4a16_gemm.configuration(count, rows, columns, bits, x.device, True)
         _, second = w4a16_gemm.planned(x, count, *form, config, "TAIL", head)
     write = kernel.in_a_row(("x", "codes", "scale_zero", "y"), (first, second))
     made = blank(x.dtype, x.shape[0], rows)

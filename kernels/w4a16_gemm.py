@@ -49,6 +49,7 @@ SOURCE = Path(__file__).with_suffix(".cu")
 WGMMA_SOURCE = SOURCE.with_name("w4a16_wgmma.cu")
 MULTICAST_SOURCE = SOURCE.with_name("w4a16_multicast.cu")
 MAX_ROWS = 2048
+TAIL = "w4a16_gemm_tail"  # where configurations for a second launch are recorded
 LEAST_TILE = 16  # tokens of a tile, unless its configuration has fewer
 MOST_BOX = 256  # rows of a box of a tensor map
 LEAST_MULTICAST = (
@@ -57,6 +58,7 @@ LEAST_MULTICAST = (
 MOST_FEW, MOST_MIDDLE, MOST_NARROW, MOST_WIDE = 32, 48, 64, 112  # tokens up to which few, middle, wide are chosen from
 MOST_KNOWN = 24  # tokens up to which columns that are a constant of the source are chosen from
 MOST_FOUR = 128  # tokens up to which four warpgroups that share x by tensor maps are chosen from
+MOST_LOOP = 128  # tokens up to which configurations with an unrolled loop are chosen from
 MOST_BESIDE = 64  # tokens of the smaller of two launches beside each other
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed
@@ -171,16 +173,27 @@ MORE_KNOWN_TILES = [  # for 9 tokens and more
     (40, 1, 2, 4, 512, 4, 1, 0), (40, 1, 3, 4, 512, 4, 1, 0),
 ]  # fmt: skip
 SMALL_KNOWN_TILES = [(16, 1, 1, 4, 512, 2, 4, 0), (32, 1, 2, 2, 256, 5, 2, 0)]  # for few rows, with more splits
-TURNS_TILES = [  # of `w4a16_wgmma.cu` with an unrolled loop: BETWEEN_CONSTANTS without SPLIT, and SCALED
-    (1, 32, 256, 4, 4, 0), (2, 32, 256, 4, 4, 0), (3, 32, 128, 6, 6, 0), (4, 32, 128, 5, 5, 0), (4, 32, 128, 6, 6, 0),
-    (1, 48, 256, 4, 4, 0), (2, 48, 256, 3, 3, 0), (2, 48, 256, 4, 4, 0), (3, 48, 128, 5, 5, 0), (1, 64, 128, 5, 5, 1),
-    (1, 64, 128, 8, 8, 0), (1, 64, 256, 3, 3, 1), (1, 64, 256, 4, 4, 1), (1, 64, 256, 5, 5, 0), (2, 64, 128, 4, 4, 1),
-    (2, 64, 128, 6, 6, 1), (2, 64, 128, 8, 4, 1), (2, 64, 256, 3, 3, 1), (3, 64, 128, 4, 4, 1), (4, 64, 128, 3, 3, 1),
-    (4, 64, 128, 4, 4, 1), (1, 80, 256, 3, 3, 1), (2, 80, 128, 4, 4, 1), (4, 80, 128, 3, 3, 1), (2, 96, 256, 2, 4, 1),
-    (3, 96, 128, 3, 3, 1), (4, 96, 128, 2, 4, 1), (4, 96, 128, 3, 3, 1), (1, 112, 256, 2, 4, 1),
-    (3, 112, 128, 3, 3, 1), (2, 128, 128, 3, 3, 1), (3, 128, 64, 3, 3, 1),
+LOOP_TILES = [  # of `w4a16_wgmma.cu` with an unrolled loop, chosen from: BETWEEN_CONSTANTS without SPLIT, and SCALED
+    (4, 32, 128, 6, 6, 0), (3, 32, 128, 6, 6, 0), (2, 32, 256, 4, 4, 0), (1, 32, 256, 4, 4, 0), (3, 48, 128, 5, 5, 0),
+    (2, 48, 256, 3, 3, 0), (1, 48, 256, 4, 4, 0), (4, 64, 128, 3, 3, 1), (3, 64, 128, 4, 4, 1), (2, 64, 256, 3, 3, 1),
+    (2, 64, 128, 4, 4, 1), (1, 64, 256, 3, 3, 1), (4, 80, 128, 3, 3, 1), (2, 80, 128, 4, 4, 1), (1, 80, 256, 3, 3, 1),
+    (4, 96, 128, 3, 3, 1), (4, 96, 128, 2, 4, 1), (3, 96, 128, 3, 3, 1),
 ]  # fmt: skip
-TURNS_MULTICAST_TILES = [(2, 6, 3), (2, 8, 4), (4, 4, 2)]  # of `w4a16_multicast.cu`: MULTICAST_CONSTANTS, likewise
+LOOP_MULTICAST_TILES = [(2, 6, 3), (2, 8, 4)]  # of `w4a16_multicast.cu`: MULTICAST_CONSTANTS, likewise
+MORE_THAN = {32: 8, 48: 32, 64: 32, 80: 64, 96: 64, 128: 96}  # by tokens of such a tile, those that it is chosen for
+LOOP_SPACE = []
+for (*tile, scaled), split in itertools.product(LOOP_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
+    config = dict(zip(BETWEEN_CONSTANTS, (*tile, split))) | {"KNOWN": 1}
+    LOOP_SPACE.append(config if scaled else config | {"SCALED": 0})
+for tile, split in itertools.product(LOOP_MULTICAST_TILES, (1, 2, 3, 4)):
+    LOOP_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (*tile, split, 1))) | {"KNOWN": 1})
+for split in (1, 2):
+    LOOP_SPACE.append({"WGS": 4, "MT": 128, "STAGES": 8, "RING": 4, "SPLIT": split, "PAIR": 1, "KNOWN": 1})
+TURNS_TILES = [  # more of them, recorded alone
+    (4, 32, 128, 5, 5, 0), (2, 48, 256, 4, 4, 0), (1, 64, 128, 5, 5, 1), (1, 64, 128, 8, 8, 0), (1, 64, 256, 4, 4, 1),
+    (1, 64, 256, 5, 5, 0), (2, 64, 128, 6, 6, 1), (2, 64, 128, 8, 4, 1), (4, 64, 128, 4, 4, 1), (2, 96, 256, 2, 4, 1),
+    (1, 112, 256, 2, 4, 1), (3, 112, 128, 3, 3, 1), (2, 128, 128, 3, 3, 1), (3, 128, 64, 3, 3, 1),
+]  # fmt: skip
 TURNS_SPACE = []  # fastest at some shape of an H200 with columns that are a constant; recorded, not chosen from
 for tiles, splits in ((EIGHT_TILES, (1, 2)), (MORE_KNOWN_TILES, (1, 2)), (SMALL_KNOWN_TILES, (2, 4, 8))):
     for tile, split in itertools.product(tiles, splits):
@@ -188,10 +201,8 @@ for tiles, splits in ((EIGHT_TILES, (1, 2)), (MORE_KNOWN_TILES, (1, 2)), (SMALL_
 for (*tile, scaled), split in itertools.product(TURNS_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
     config = dict(zip(BETWEEN_CONSTANTS, (*tile, split))) | {"KNOWN": 1}
     TURNS_SPACE.append(config if scaled else config | {"SCALED": 0})
-for tile, split in itertools.product(TURNS_MULTICAST_TILES, (1, 2, 3, 4)):
-    TURNS_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (*tile, split, 1))) | {"KNOWN": 1})
-for split in (1, 2):
-    TURNS_SPACE.append({"WGS": 4, "MT": 128, "STAGES": 8, "RING": 4, "SPLIT": split, "PAIR": 1, "KNOWN": 1})
+for split in (1, 2, 3, 4):
+    TURNS_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (4, 4, 2, split, 1))) | {"KNOWN": 1})
 SPACES = {
     "plain": PLAIN_SPACE,
     "multicast": MULTICAST_SPACE,
@@ -202,6 +213,7 @@ SPACES = {
     "four": FOUR_SPACE,
     "known": KNOWN_SPACE,
     "turns": TURNS_SPACE,
+    "loop": LOOP_SPACE,
 }
 SPACE = list(itertools.chain.from_iterable(SPACES.values()))
 
@@ -250,10 +262,11 @@ def serving(m: int) -> list[int]:
     return [t for t in TOKENS if m <= t <= last]
 
 
-def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str) -> dict:
+def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False) -> dict:
     """The tuned configuration, or that of all `SPACES` with the least `estimate`.
 
-    Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
+    A launch `beside` another takes what is recorded as "w4a16_gemm_tail", if anything is, and no unrolled loop is
+    chosen for it: what is fastest alone may have thread blocks or clusters that find no room beside others. Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
     do not fill: another is taken where its estimate for them is lower.
     """
     tokens = next((t for t in ESTIMATED if m <= t), -(-m // 8) * 8)
@@ -261,7 +274,7 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
     for t in TOKENS:
         if t >= min(m, TOKENS[-1]):
             key = tuning_key({"M": t, "N": n, "K": k, "bits": bits})
-            recorded[t] = launch_config("w4a16_gemm", key, device)
+            recorded[t] = (beside and launch_config(TAIL, key, device)) or launch_config("w4a16_gemm", key, device)
     for t in serving(m):
         if recorded[t]:
             return recorded[t]
@@ -271,6 +284,8 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
     sizes = tokens, n, k, bits, processors(device)
     able = [tuned] if tuned and (tokens >= LEAST_MULTICAST or "PAIR" not in tuned) else []
     for space in chosen_from(tokens, bits, capability):
+        if beside and space == "loop":
+            continue
         able.append(cheapest(space, *sizes, capability))
     return min(able, key=lambda config: estimate(config, *sizes))
 
@@ -299,9 +314,18 @@ def cheapest(
     Of those that the device runs; of the plain ones only tiles that m tokens fill but for 8.
     """
     able = [config for config in SPACES[space] if runs(config, capability)]
+    if space == "loop":
+        able = [config for config in able if suits(config, m)]
     if space == "plain":
         able = [config for config in able if tokens_of(config) <= whole(m) + 8]
     return min(able, key=lambda config: estimate(config, m, n, k, bits, sms))
+
+
+def suits(config: dict, m: int) -> bool:
+    """Whether one of LOOP_SPACE is chosen from for m tokens: they fill its tile or nearly so; few of them, its rows too."""
+    if m <= MOST_KNOWN and config.get("WGS") != 4:
+        return False
+    return MORE_THAN[tokens_of(config)] < m <= tokens_of(config)
 
 
 def runs(config: dict, capability: tuple[int, int]) -> bool:
@@ -338,6 +362,9 @@ UNPACK = 5.6e-4  # us of a warp for 16 rows of a column
 KNOWN_SHARE = 0.98  # of the time, with columns that are a constant of the source
 JOIN = 0.11  # us to add up the parts of a cluster
 FEW_WAIT = {40: 1.19, 48: 1.11}  # times as long up to so many tokens, whose products do not hide wgmma's waits
+# The same with an unrolled loop, fitted to 18 of 20 layers: of a group's sums that its scale multiplies, of weights that
+# are scaled; and of more tokens.
+SUMS_WAIT, LOOP_WAIT, LOOP_SHARE = {16: 0.98, 24: 1.04, 32: 1.07, 40: 1.08, 48: 1.06}, {40: 1.06, 48: 1.03}, 0.96
 SHORT = 0.045  # us of a stage of 64 columns of `w4a16_wgmma.cu`, where thread blocks share weights
 
 
@@ -370,7 +397,9 @@ def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float
     wave = START + max(reading, multiplying) + min(reading, multiplying) / 4
     if wgmma:
         few = tokens if tokens <= MOST_FEW else m
-        wave *= next((wait for most, wait in FEW_WAIT.items() if few <= most), 1.0)
+        unrolled = known(config, n, k) and m <= MOST_LOOP
+        waits = (SUMS_WAIT if config.get("SCALED") == 0 else LOOP_WAIT) if unrolled else FEW_WAIT
+        wave *= next((wait for most, wait in waits.items() if few <= most), LOOP_SHARE if unrolled else 1.0)
     if wgmma and m > tokens and config["KS"] == 64:
         wave += SHORT * columns / 64
     if known(config, n, k):
@@ -398,6 +427,7 @@ MULTICAST_PRODUCT = 1.72e-3  # us of 64 columns for a token
 FOUR_STEP, FOUR_PRODUCT = 0.53, 2.3e-3  # the same with four warpgroups
 MULTICAST_LARGE = 7e-4  # us more of 64 columns for a token beyond 256
 MULTICAST_JOIN = 0.018  # us to send the sums of a token
+LOOP_MULTICAST = {2: 0.91, 4: 0.93}  # times as long with an unrolled loop, by warpgroups
 CROWDED = 1.1  # times as long where tiles of fewer than 200 tokens share weights on all SMs in one wave
 
 
@@ -413,6 +443,8 @@ def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:
     if warpgroups(config) == 4:
         step = FOUR_STEP + FOUR_PRODUCT * tokens
     wave = MULTICAST_START + steps * step + joining
+    if known(config, n, k) and m <= MOST_LOOP:
+        wave *= LOOP_MULTICAST[warpgroups(config)]
     return waves * wave * (CROWDED if crowded else 1)
 
 
@@ -434,7 +466,10 @@ def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> i
     sms = processors(device)
 
     def alone(count: int) -> float:
-        return estimate(configuration(count, n, k, bits, device), count, n, k, bits, sms)
+        config = configuration(count, n, k, bits, device, True)
+        if "RT" not in config:  # as without an unrolled loop, of whose gain with more than 128 tokens no estimate knows
+            config = {name: value for name, value in config.items() if name not in ("KNOWN", "SCALED")}
+        return estimate(config, count, n, k, bits, sms)
 
     times = {0: alone(m)}
     for head in sorted({*range(64, m, 64), MOST_TOKENS} - {m}):
@@ -446,7 +481,7 @@ def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> i
         if tail <= 8:
             behind = beside(wave, used.free, decoding(tail, n, k, bits, sms))
         else:
-            waves = waves_of(configuration(tail, n, k, bits, device), tail, n, k, sms)
+            waves = waves_of(configuration(tail, n, k, bits, device, True), tail, n, k, sms)
             behind = in_turns(wave, used.free, alone(tail), waves, sms)
         times[head] = alone(head) + BESIDE + n * k * bits / 8 / BESIDE_READ + behind
     best = min(times, key=times.get)

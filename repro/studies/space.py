@@ -76,11 +76,14 @@ def positions_tried(case: Case, space: str) -> list[int]:
         "known": tokens <= most_few,
         "four": most_narrow < tokens <= 128,
         "turns": False,
+        "loop": tokens <= w4a16_gemm.MOST_LOOP,
     }
     if not chosen_from.get(space, True):
         return []
     for i, config in enumerate(SPACES[space]):
-        if "PAIR" in config:
+        if space == "loop":
+            fits = w4a16_gemm.suits(config, tokens)
+        elif "PAIR" in config:
             fits = tokens >= LEAST_MULTICAST
         else:
             fits = w4a16_gemm.tokens_of(config) <= max(COUNTS[0], tokens)

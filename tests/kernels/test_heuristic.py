@@ -13,7 +13,7 @@ from repro.studies import space
 
 BAR = 1.10  # times the best of the space, geometric mean over the recorded places
 RECORDS = sorted((ROOT / "results").glob("*/space.json"))
-UNJUDGED = ("few", "middle", "four", "known", "turns")  # spaces that 256 tokens are not chosen from
+UNJUDGED = ("few", "middle", "four", "known", "turns", "loop")  # spaces that 256 tokens are not chosen from
 UNSEEN = (5120, 13824)  # recorded for the device, but not among what the heuristic is fitted to
 
 
@@ -69,9 +69,9 @@ def test_recorded_configurations_are_nearly_the_best_by_its_estimate():
         if 96 < m <= 128:
             spaces.append("four")
         chosen = [w4a16_gemm.cheapest(name, m, n, k) for name in spaces]
-        for each in w4a16_gemm.TURNS_SPACE:  # recorded, not chosen from
-            if m > 64 or "PAIR" not in each:
-                chosen.append(each)
+        chosen += [each for each in w4a16_gemm.LOOP_SPACE if w4a16_gemm.suits(each, m)]
+        if config in w4a16_gemm.TURNS_SPACE + w4a16_gemm.LOOP_SPACE:  # recorded where nothing like it is chosen from
+            chosen.append(config)
         best = min(w4a16_gemm.estimate(each, m, n, k, 4, 132) for each in chosen)
         losses.append(w4a16_gemm.estimate(config, m, n, k, 4, 132) / best)
     assert min(losses) >= 1 and geometric_mean(losses) < 1.03
@@ -149,6 +149,32 @@ def test_known_columns_count_where_a_weight_ends_with_a_tile():
     assert times[0] == pytest.approx(w4a16_gemm.KNOWN_SHARE * times[1])
 
 
+def test_a_launch_beside_another_takes_what_is_recorded_for_it(monkeypatch):
+    """Else what is recorded for a launch alone; what nothing is recorded for has no unrolled loop."""
+    recorded = {"w4a16_gemm_tail": {"w4 m16 8192x8192": {"tail": 1}}, "w4a16_gemm": {}}
+    recorded["w4a16_gemm"] = {"w4 m16 8192x8192": {"alone": 16}, "w4 m32 8192x8192": {"alone": 32}}
+    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded[kernel].get(key))
+    found = [w4a16_gemm.configuration(m, 8192, 8192, 4, "cpu", beside) for m in (9, 25) for beside in (False, True)]
+    assert found == [{"alone": 16}, {"tail": 1}, {"alone": 32}, {"alone": 32}]
+    monkeypatch.setattr(w4a16_gemm, "chosen_from", lambda *_: ["plain", "loop"])
+    asked = []
+    monkeypatch.setattr(w4a16_gemm, "cheapest", lambda space, *_: asked.append(space) or w4a16_gemm.PLAIN_SPACE[0])
+    for beside in (False, True):
+        w4a16_gemm.configuration(40, 8192, 4096, 4, "cpu", beside)
+    assert asked == ["plain", "loop", "plain"]
+
+
+def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
+    """Of 16 and 24 tokens those of 256 rows alone; a tile of 64 from 33 on, of 128 from 97 on."""
+    loop = w4a16_gemm.LOOP_SPACE
+    tiles_of = {8: set(), 16: {32}, 32: {32}, 33: {48, 64}, 49: {64}, 65: {80, 96}, 97: {128}, 129: set()}
+    for m, tiles in tiles_of.items():
+        able = [config for config in loop if w4a16_gemm.suits(config, m)]
+        assert {w4a16_gemm.tokens_of(config) for config in able} == tiles
+        assert m > 24 or all(config["WGS"] == 4 for config in able)
+        assert not able or w4a16_gemm.cheapest("loop", m, 28672, 4096) in able
+
+
 def test_a_record_is_a_character_a_configuration():
     text = space.as_text({0: 10.0, 3: 10.31, 5: 15.0, 7: 30.0}, 9)
     assert text == "0--3-O---"
@@ -206,7 +232,7 @@ def test_a_space_that_changed_is_measured_again_and_the_others_stay(tmp_path):
     assert (
         (case, "multicast") in todo
         and (case, "plain") not in todo
-        and len(todo) == 50 + 20 + 20 + 10 + 20 + 10 + 10 + 20 - 3
+        and len(todo) == 50 + 20 + 20 + 10 + 20 + 10 + 10 + 20 + 40 - 3
     )
     assert not space.resumed(path, origin | {"device": "NVIDIA H100"}, 132)["places"]
 
