@@ -322,7 +322,7 @@ def cheapest(
 
 
 def suits(config: dict, m: int) -> bool:
-    """Whether one of LOOP_SPACE is chosen from for m tokens: they fill its tile or nearly so; few of them, its rows too."""
+    """Whether one of LOOP_SPACE is chosen from for m tokens: they nearly fill its tile; at most 24 do for 256 rows."""
     if m <= MOST_KNOWN and config.get("WGS") != 4:
         return False
     return MORE_THAN[tokens_of(config)] < m <= tokens_of(config)
@@ -362,8 +362,8 @@ UNPACK = 5.6e-4  # us of a warp for 16 rows of a column
 KNOWN_SHARE = 0.98  # of the time, with columns that are a constant of the source
 JOIN = 0.11  # us to add up the parts of a cluster
 FEW_WAIT = {40: 1.19, 48: 1.11}  # times as long up to so many tokens, whose products do not hide wgmma's waits
-# The same with an unrolled loop, fitted to 18 of 20 layers: of a group's sums that its scale multiplies, of weights that
-# are scaled; and of more tokens.
+# The same with an unrolled loop, fitted to 19 of 20 layers: of group sums that scales multiply, of weights that they
+# multiply; and of more tokens.
 SUMS_WAIT, LOOP_WAIT, LOOP_SHARE = {16: 0.98, 24: 1.04, 32: 1.07, 40: 1.08, 48: 1.06}, {40: 1.06, 48: 1.03}, 0.96
 SHORT = 0.045  # us of a stage of 64 columns of `w4a16_wgmma.cu`, where thread blocks share weights
 
