@@ -266,7 +266,9 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str,
     """The tuned configuration, or that of all `SPACES` with the least `estimate`.
 
     A launch `beside` another takes what is recorded as "w4a16_gemm_tail", if anything is, and no unrolled loop is
-    chosen for it: what is fastest alone may have thread blocks or clusters that find no room beside others. Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
+    chosen for it: what is fastest alone may have thread blocks or clusters that find no room beside others.
+
+    Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
     do not fill: another is taken where its estimate for them is lower.
     """
     tokens = next((t for t in ESTIMATED if m <= t), -(-m // 8) * 8)
