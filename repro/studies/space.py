@@ -82,7 +82,7 @@ def positions_tried(case: Case, space: str) -> list[int]:
         return []
     for i, config in enumerate(SPACES[space]):
         if space == "loop":
-            fits = w4a16_gemm.suits(config, tokens)
+            fits = any(w4a16_gemm.suits(config, m) for m in range(tokens // 2 + 1, tokens + 1))
         elif "PAIR" in config:
             fits = tokens >= LEAST_MULTICAST
         else:
