@@ -40,16 +40,19 @@ FUNCTIONS = {
 
 @dataclass(frozen=True, eq=False)
 class Quantity:
-    """What a value is computed from.
+    """The series and the expression from which a value is computed.
 
     Attributes:
-        seeds: name to series, one mapping a seed; one alone where nothing is drawn.
-        value: from means by name, numbers or arrays, to the value.
-        compares: whether it compares two models on the same units by itself (KL); None where its series say so.
-        known: results of which only value and interval are left (a recorded time), by name.
-        limits: the least and the greatest value that there can be; intervals end there.
-        draws: what was drawn once, by what was drawn, so that two cells of one compressed model move together.
-        branches: gives what the value is the least or the greatest of, where it has a `min` or `max` of several.
+        seeds: name to series, one mapping per seed; a single one if no seed matters.
+        value: maps the means by name, numbers or arrays, to the value.
+        compares: whether it is itself a comparison of two models on the same units (KL); None leaves that to the
+            number of series.
+        known: results of which only value and interval are known (a recorded time), by name.
+        limits: the least and the greatest possible value; intervals are cut off there.
+        draws: random draws of which one seed ran, by the name of their source; cells of one compressed model share
+            them.
+        branches: returns the expressions of which the value is the least or the greatest, if it has a `min` or `max`
+            of several arguments; otherwise nothing.
     """
 
     seeds: Sequence[Mapping[str, Series]]
@@ -70,7 +73,7 @@ class Quantity:
 
     @cached_property
     def _interval(self) -> statistics.Interval:
-        """The same: resampling takes long, and verdict, table, figure and page ask for it."""
+        """The cached interval: resampling takes long, and verdicts, tables, figures and pages all need it."""
         draws = list(self.draws.values())
         interval = statistics.interval(self.seeds, self.value, self.compares, self.known, draws, self.branches())
         if interval.lo is None or interval.hi is None:
@@ -79,11 +82,11 @@ class Quantity:
 
 
 def compose(expression: str, operands: Mapping[str, Quantity]) -> Quantity:
-    """Arithmetic over quantities; operands with one set of series take part in every seed.
+    """Arithmetic over quantities; an operand with one seed takes part in every seed.
 
     Raises:
-        UserError: a name that an expression cannot hold, or operands with different numbers of seeds. An error of the
-            expression itself is raised when its value is asked for.
+        UserError: a name that is no identifier, or operands with different numbers of seeds. An error in the expression
+            itself is raised when its value is computed.
     """
     for name in operands:
         if not name.isidentifier():
@@ -97,17 +100,17 @@ def compose(expression: str, operands: Mapping[str, Quantity]) -> Quantity:
         for i, target in enumerate(merged):
             if operand.seeds:
                 series = operand.seeds[i if len(operand.seeds) > 1 else 0]
-                target |= {f"{name}:{key}": one for key, one in series.items()}
-    known: dict[str, statistics.Interval] = {}
+                target |= {f"{name}:{key}": of_key for key, of_key in series.items()}
+    known_intervals: dict[str, statistics.Interval] = {}
     for name, operand in operands.items():
-        known |= {f"{name}:{key}": one for key, one in (operand.known or {}).items()}
+        known_intervals |= {f"{name}:{key}": interval for key, interval in (operand.known or {}).items()}
 
     def value_of(text: str) -> Callable[[Mapping[str, Any]], Any]:
         def value(mean: Mapping[str, Any]) -> Any:
             split: dict[str, dict[str, Any]] = {name: {} for name in operands}
-            for key, one in mean.items():
+            for key, of_key in mean.items():
                 name, _, inner = key.partition(":")
-                split[name][inner] = one
+                split[name][inner] = of_key
             return evaluate(text, {name: operand.value(split[name]) for name, operand in operands.items()})
 
         return value
@@ -118,41 +121,43 @@ def compose(expression: str, operands: Mapping[str, Quantity]) -> Quantity:
     alone = next(iter(operands.values())).compares if len(operands) == 1 else None
     compares = True if any(operand.compares for operand in operands.values()) else alone
     limits = operands[expression].limits if expression in operands else Quantity.limits
-    return Quantity(merged, value_of(expression), compares, known or None, limits, _draws(operands), branches)
+    return Quantity(merged, value_of(expression), compares, known_intervals or None, limits, _draws(operands), branches)
 
 
 def _draws(operands: Mapping[str, Quantity]) -> dict[str, statistics.Draw]:
-    """The draws of all operands, the effects of one draw together."""
+    """The draws of all operands; the effects of a draw that several share are joined."""
     merged: dict[str, statistics.Draw] = {}
     for name, operand in operands.items():
-        for drawn, draw in operand.draws.items():
+        for source, draw in operand.draws.items():
             effects = {f"{name}:{key}": effect for key, effect in draw.effects.items()}
-            before = merged[drawn].effects if drawn in merged else {}
-            merged[drawn] = statistics.Draw({**before, **effects}, draw.df)
+            before = merged[source].effects if source in merged else {}
+            merged[source] = statistics.Draw({**before, **effects}, draw.df)
     return merged
 
 
 def on_same_windows(quantities: Sequence[Quantity]) -> list[Quantity]:
-    """Quantities cut to the windows that all of them have: those of a text, and of `TEXT, first 32` where one is.
+    """Quantities cut to the windows that all of them have: if one is of `TEXT, first 32`, those of TEXT are cut to 32.
 
-    Only then are they paired, and compared on the same text.
+    They are then paired, and compared on the same text.
     """
     first: dict[str, int] = {}
     for quantity in quantities:
         for seed in quantity.seeds:
-            for one in seed.values():
-                if match := re.fullmatch(r"(.*), first (\d+)", one.group):
-                    first[match[1]] = min(int(match[2]), first.get(match[1], len(one.values)))
+            for series in seed.values():
+                if match := re.fullmatch(r"(.*), first (\d+)", series.group):
+                    first[match[1]] = min(int(match[2]), first.get(match[1], len(series.values)))
 
-    def cut(one: Series) -> Series:
-        base = one.group.partition(", first ")[0]
+    def cut(series: Series) -> Series:
+        base = series.group.partition(", first ")[0]
         if base not in first:
-            return one
-        return Series(one.values[: first[base]], one.axis, f"{base}, first {first[base]}")
+            return series
+        return Series(series.values[: first[base]], series.axis, f"{base}, first {first[base]}")
 
     trimmed = []
     for quantity in quantities:
-        seeds = [{name: cut(one) for name, one in seed.items()} for seed in quantity.seeds]
+        seeds = []
+        for seed in quantity.seeds:
+            seeds.append({name: cut(series) for name, series in seed.items()})
         trimmed.append(replace(quantity, seeds=seeds))
     return trimmed
 
@@ -211,7 +216,7 @@ def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
 
 
 def names_in(expression: str) -> set[str]:
-    """The names that an expression has, of functions as well: `min(a, 1 / t)` has min, a and t."""
+    """The names in an expression, functions included: `min(a, 1 / t)` has min, a and t."""
     return set(re.findall(r"[A-Za-z_]\w*", expression))
 
 
@@ -225,13 +230,13 @@ def choices(expression: str) -> list[str]:
 
 
 def _alternatives(node: ast.expr) -> list[ast.expr]:
-    """The trees that a tree becomes by such a choice."""
+    """The trees in which each `min` and `max` of several arguments is replaced by one of them."""
     match node:
         case ast.Call(func=ast.Name(id="min" | "max"), args=[_, _, *_] as args):
             return list(chain.from_iterable(map(_alternatives, args)))
         case ast.BinOp(left=left, op=op, right=right):
-            both = product(_alternatives(left), _alternatives(right))
-            return [ast.BinOp(one, op, other) for one, other in both]
+            pairs = product(_alternatives(left), _alternatives(right))
+            return [ast.BinOp(left_branch, op, right_branch) for left_branch, right_branch in pairs]
         case ast.UnaryOp(op=op, operand=operand):
             return [ast.UnaryOp(op, tree) for tree in _alternatives(operand)]
     return [node]

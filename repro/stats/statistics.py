@@ -43,6 +43,8 @@ from repro.core.errors import UserError
 from repro.store.observations import Series
 
 Expression = Callable[[dict[str, np.ndarray]], Any]  # from means by name, each `[k]`, to `[k]` values
+Moved = Callable[[Mapping[str, np.ndarray], int], np.ndarray]  # smooth expressions at changed means
+Error = tuple[np.ndarray, float]  # `[branches, k]`, whose squares add up to a variance; degrees of freedom
 LEVEL = 0.95
 AXES = ("windows", "items", "draws", "sequences")  # correlated neighbours; independent, twice; resampled
 POOLED = "pooled seeds"  # what an interval covers where one seed ran, by the variance of its family
@@ -63,8 +65,8 @@ class Interval:
 
     Attributes:
         value: the expression of the means; with seeds, the mean of the seeds' values.
-        lo: lower end; none where the windows are too few for an interval.
-        hi: upper end, or none.
+        lo: lower end; None if the windows are too few for an interval.
+        hi: upper end, or None.
         n: windows, items, draws or sequences, summed over the groups.
         df: degrees of freedom of the t quantile, or none.
         covers: what was resampled, such as `windows only` or `windows and seeds`; empty without an interval.
@@ -82,10 +84,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw of calibration text or initialization that ran once: one standard deviation of what it changes.
+    """A random draw of calibration text or initialization of which only one seed ran.
 
     Attributes:
-        effects: by the name of a series, the change of its mean; all of them move together.
+        effects: name of a series to the change of its mean at one standard deviation; all means move together.
         df: degrees of freedom of the pooled variance.
     """
 
@@ -94,16 +96,16 @@ class Draw:
 
 
 def block_length(n: int, rho: float = 0.0) -> int:
-    """Windows in a block: 12, or as many as least error asks for at this lag-1 correlation; a sixth of all at most.
+    """Windows in a block: at least 12, more if the length of least error at this lag-1 correlation is more.
 
-    At least 2.
+    At most a sixth of all windows, and at least 2.
     """
     least_error = math.ceil(1.5 ** (1 / 3) * (2 * rho / (1 - rho**2)) ** (2 / 3) * n ** (1 / 3))
     return min(max(BLOCK, least_error), max(2, n // FEWEST_BLOCKS))
 
 
 def lag_one(contributions: np.ndarray) -> float:
-    """The lag-1 correlation of values `[n]`, without its bias in a short series, 0 to 0.95."""
+    """The lag-1 correlation of values `[n]`, corrected for its bias in a short series and limited to 0 to 0.95."""
     centred = contributions - contributions.mean()
     total = float(centred @ centred)
     if total == 0:
@@ -113,12 +115,12 @@ def lag_one(contributions: np.ndarray) -> float:
 
 
 def share_of_blocks(length: float, rho: np.ndarray | float) -> np.ndarray | float:
-    """Of the variance of a long AR(1) mean, the share that independent blocks of `length` show."""
+    """The share of the variance of a long AR(1) mean that blocks of `length`, taken as independent, show."""
     return 1 - 2 * rho * (1 - rho**length) / (length * (1 - rho**2))
 
 
 def block_starts(n: int, length: int) -> np.ndarray:
-    """Where the blocks of `n` units start: as many as fit; what is left over makes some of them longer."""
+    """The first units of the blocks of `n` units: as many blocks as fit, some longer by what is left over."""
     count = max(1, n // length)
     return np.arange(count) * n // count
 
@@ -134,22 +136,25 @@ def interval(
     """Interval of an expression of several means, such as `lambda m: np.exp(m["w4"] - m["w16"])`.
 
     The variance is the sum of four parts, and the t quantile has Satterthwaite's degrees of freedom:
-    each group's block jackknife of the mean over seeds, or one bootstrap for all groups of sequences, which gives
-    the ends where nothing else varies; s^2 / S over the S seeds' values; the variance of each known result; what each
-    draw that ran once would change. A seed
-    is the draw of calibration text, and of initialization and order where something is trained; use three or more (two
-    cover 0.90 to 0.95 where they differ more than windows do).
 
-    A group of fewer than 100 windows gives an interval only to a paired quantity, whose correlation is weaker.
+    - the block jackknife of each group's mean over seeds; for groups of sequences one bootstrap, which gives the ends
+      if nothing else varies
+    - s^2 / S over the values of S seeds
+    - the variance of each known result
+    - what each draw of which one seed ran would change
+
+    A seed decides calibration text, and initialization and order where something is trained. Use three or more: two
+    cover 0.90 to 0.95 if they differ more than windows do. A group of fewer than 100 windows gives an interval only to
+    a paired quantity, whose correlation is weaker.
 
     Args:
-        seeds: name to series, one mapping a seed; values in the order of the text. Those of a group (corpus or task)
+        seeds: name to series, one mapping per seed; values in the order of the text. Series of a group (corpus or task)
             are aligned, across seeds too. Series whose axis is not in `AXES`, such as bits, have no spread.
         expression: from the means by name, each `[k]`, to `[k]` values; numpy arithmetic does that.
-        paired: whether the quantity compares two models on the same windows. None: yes in groups of two or more
-            series. Say so for KL and top-1 agreement, which are one series but compare with full precision.
-        known: results of which only the interval is left, by their name in the expression; independent of all else.
-        draws: what was drawn once, each independent of all else.
+        paired: whether the quantity compares two models on the same windows. None means yes for groups of two or more
+            series. Pass True for KL and top-1 agreement, which are one series but compare with full precision.
+        known: results of which only the interval is known, by their name in the expression; independent of all else.
+        draws: random draws of which one seed ran, each independent of all else.
         branches: smooth expressions of which `expression` is the least or the greatest at any means, as `min(a, b) - s`
             is the least of `a - s` and `b - s`; none where it is smooth itself.
 
@@ -157,105 +162,180 @@ def interval(
         UserError: seeds with different series or numbers of units; series of one group of different lengths; fewer
             than two values; anything that is not finite.
     """
-    members: dict[str, dict[str, np.ndarray]] = {}  # by group and name `[S, n]`, `[1, n]` where all seeds share it
-    fixed: dict[str, np.ndarray] = {}
-    unit: dict[str, str] = {}
-    for name, values in _stacked(seeds).items():
-        one = seeds[0][name]
-        if one.axis not in AXES:
-            fixed[name] = values.mean(axis=1)[:, None]
-            continue
-        if values.shape[1] < 2 or not np.isfinite(values).all():
-            raise UserError(f"interval: {name!r} needs two or more finite values, not {values}")
-        members.setdefault(one.group, {})[name] = values[:1] if (values == values[0]).all() else values
-        unit[one.group] = one.axis
-    for series in members.values():
-        sizes = {name: values.shape[1] for name, values in series.items()}
-        if len(set(sizes.values())) > 1:
-            raise UserError(f"interval: arrays that are paired differ in length: {sizes}")
-    count = 1
-    for series in [*members.values(), fixed]:
-        count = max([count, *map(len, series.values())])
-
-    means = {}
-    for series in members.values():
-        means |= {name: values.mean(axis=1)[:, None] for name, values in series.items()}
-    means |= fixed | {name: np.array([[result.value]]) for name, result in (known or {}).items()}
+    groups = _grouped(seeds)
+    known = known or {}
+    means = groups.means() | {name: np.array([[result.value]]) for name, result in known.items()}
+    count = groups.seeds
     value_by_seed = _evaluate(expression, means, count, 1)[:, 0]
     value = float(value_by_seed.mean())
-
     smooth = tuple(branches) or (expression,)
 
     def moved(changed: Mapping[str, np.ndarray], points: int) -> np.ndarray:
         """The smooth expressions at other means, `[branches, points]`: each the mean over seeds."""
-        return np.stack([_evaluate(one, means | changed, count, points).mean(axis=0) for one in smooth])
+        return np.stack([_evaluate(branch, means | changed, count, points).mean(axis=0) for branch in smooth])
 
-    by_seed = np.stack([_evaluate(one, means, count, 1)[:, 0] for one in branches]) if branches else value_by_seed[None]
-    unmoved = moved({}, 1)
-    errors: list[tuple[np.ndarray, float]] = []  # `[branches, k]`, whose squares add up to variance; degrees of freedom
-    possible, fewest = True, math.inf
-    random = None  # seeding it takes as long as all else of a short interval
-    again: dict[str, np.ndarray] = {}  # means of resampled sequences by name, `[S or 1, RESAMPLES]`
-    for group, series in members.items():
-        n = next(iter(series.values())).shape[1]
-        if unit[group] == "sequences":
-            random = random or np.random.RandomState(0)
-            weights = random.multinomial(n, np.full(n, 1 / n), RESAMPLES) / n
-            again |= {name: values @ weights.T for name, values in series.items()}
-            fewest = min(n, fewest)
-            continue
-        single = not (len(series) > 1 if paired is None else paired)
-        length = 1
-        rho = np.zeros(len(smooth))
-        if unit[group] == "windows":
-            if n >= FEWEST_WINDOWS:
-                rho = np.array([lag_one(each) for each in _contributions(moved, unmoved, series, np.arange(n))])
-            length = block_length(n, float(rho.max()))
-        starts = block_starts(n, length)
-        if len(starts) < 2 or (unit[group] == "windows" and single and n < FEWEST_WINDOWS):
-            possible = False
-            continue
-        scale = len(starts) / (len(starts) - 1) / share_of_blocks(n / len(starts), rho)
-        errors.append((_contributions(moved, unmoved, series, starts) / n * np.sqrt(scale)[:, None], len(starts) - 1))
-    for name, result in (known or {}).items():
-        if result.lo is None or result.hi is None:
-            possible = False
-            continue
-        df = math.inf if result.df is None else result.df
-        error = (result.hi - result.lo) / 2 / _quantile(df)
-        below, above = moved({name: np.array([[result.value - error, result.value + error]])}, 2).T
-        errors.append(((above - below)[:, None] / 2, df))
-    for draw in draws:
-        ends = {name: means[name] + effect * np.array([[-1.0, 1.0]]) for name, effect in draw.effects.items()}
-        below, above = moved(ends, 2).T
-        errors.append(((above - below)[:, None] / 2, draw.df))
-    if again:
-        resampled = moved(again, RESAMPLES)
+    parts = _jackknife_errors(groups, moved, paired)
+    parts += [_error_of_known(name, result, moved) for name, result in known.items()]
+    parts += [_error_of_draw(draw, means, moved) for draw in draws]
+    errors = [part for part in parts if part is not None]
+    is_possible = len(errors) == len(parts)
+    resampled = None
+    resampled_means, fewest = groups.resampled()
+    if resampled_means:
+        resampled = moved(resampled_means, RESAMPLES)
         centred = resampled - resampled.mean(axis=1, keepdims=True)
         errors.append((centred / math.sqrt(RESAMPLES - 1), fewest - 1))
+    by_seed = value_by_seed[None]
+    if branches:
+        by_seed = np.stack([_evaluate(branch, means, count, 1)[:, 0] for branch in branches])
     if count > 1:
         centred = by_seed - by_seed.mean(axis=1, keepdims=True)
         errors.append((centred / math.sqrt(count * (count - 1)), count - 1))
 
-    n = sum(next(iter(series.values())).shape[1] for series in members.values())
-    n += sum(result.n for result in (known or {}).values())
-    each = tuple(map(float, value_by_seed))
-    if not possible or not errors:
-        return Interval(value, None, None, n, None, "", each)
+    n = groups.units + sum(result.n for result in known.values())
+    values = tuple(map(float, value_by_seed))
+    if not is_possible or not errors:
+        return Interval(value, None, None, n, None, "", values)
     if branches:
         lo, hi, df = _ends_of_extreme(value, by_seed.mean(axis=1), errors, n)
     else:
         variance, df = (float(part[0]) for part in _spread(errors))
         half = _quantile(df) * math.sqrt(variance)
         lo, hi = value - half, value + half
-        if again and len(errors) == 1:
+        if resampled is not None and len(errors) == 1:
             low, high = map(float, np.quantile(resampled[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
             lo, hi = min(low, 2 * value - high), max(high, 2 * value - low)
-    seeded = count > 1 or any(result.covers.endswith("seeds") for result in (known or {}).values())
-    seeds_covered = ["seeds"] if seeded else [POOLED] if draws else []
-    varied = [name for name in AXES if name in unit.values()] + seeds_covered
-    covers = " and ".join(varied) if seeds_covered else f"{' and '.join(varied) or 'results'} only"
-    return Interval(value, lo, hi, n, df, covers, each)
+    return Interval(value, lo, hi, n, df, _covered(groups, known, draws), values)
+
+
+def _covered(groups: "_Groups", known: Mapping[str, Interval], draws: Sequence[Draw]) -> str:
+    """What an interval covers, such as `windows only` or `windows and seeds`."""
+    axes = [axis for axis in AXES if axis in groups.axis_of.values()]
+    if groups.seeds > 1 or any(result.covers.endswith("seeds") for result in known.values()):
+        return " and ".join([*axes, "seeds"])
+    if draws:
+        return " and ".join([*axes, POOLED])
+    return f"{' and '.join(axes) or 'results'} only"
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The series of all seeds.
+
+    Attributes:
+        members: by group and name, the values `[S, n]`; `[1, n]` if all seeds share them.
+        axis_of: group to what its units are, one of `AXES`.
+        fixed: name to the means `[S, 1]` of series without spread.
+    """
+
+    members: Mapping[str, Mapping[str, np.ndarray]]
+    axis_of: Mapping[str, str]
+    fixed: Mapping[str, np.ndarray]
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds there are, 1 if all share every series."""
+        count = 1
+        for series in [*self.members.values(), self.fixed]:
+            count = max([count, *map(len, series.values())])
+        return count
+
+    @property
+    def units(self) -> int:
+        """Windows, items, draws or sequences, summed over the groups."""
+        return sum(next(iter(series.values())).shape[1] for series in self.members.values())
+
+    def means(self) -> dict[str, np.ndarray]:
+        """The mean of every series by name, `[S, 1]` or `[1, 1]`."""
+        means: dict[str, np.ndarray] = {}
+        for series in self.members.values():
+            means |= {name: values.mean(axis=1)[:, None] for name, values in series.items()}
+        return means | dict(self.fixed)
+
+    def resampled(self) -> tuple[dict[str, np.ndarray], float]:
+        """Means of resampled sequences by name, `[S or 1, RESAMPLES]`, and the fewest sequences of a group."""
+        means: dict[str, np.ndarray] = {}
+        fewest = math.inf
+        random = None  # seeding it takes as long as all else of a short interval
+        for group, series in self.members.items():
+            if self.axis_of[group] != "sequences":
+                continue
+            n = next(iter(series.values())).shape[1]
+            random = random or np.random.RandomState(0)
+            weights = random.multinomial(n, np.full(n, 1 / n), RESAMPLES) / n
+            means |= {name: values @ weights.T for name, values in series.items()}
+            fewest = min(n, fewest)
+        return means, fewest
+
+
+def _grouped(seeds: Sequence[Mapping[str, Series]]) -> _Groups:
+    """The series of all seeds by group.
+
+    Raises:
+        UserError: as `interval`.
+    """
+    members: dict[str, dict[str, np.ndarray]] = {}
+    fixed: dict[str, np.ndarray] = {}
+    axis_of: dict[str, str] = {}
+    for name, values in _stacked(seeds).items():
+        series = seeds[0][name]
+        if series.axis not in AXES:
+            fixed[name] = values.mean(axis=1)[:, None]
+            continue
+        if values.shape[1] < 2 or not np.isfinite(values).all():
+            raise UserError(f"interval: {name!r} needs two or more finite values, not {values}")
+        members.setdefault(series.group, {})[name] = values[:1] if (values == values[0]).all() else values
+        axis_of[series.group] = series.axis
+    for by_name in members.values():
+        sizes = {name: values.shape[1] for name, values in by_name.items()}
+        if len(set(sizes.values())) > 1:
+            raise UserError(f"interval: arrays that are paired differ in length: {sizes}")
+    return _Groups(members, axis_of, fixed)
+
+
+def _jackknife_errors(groups: _Groups, moved: Moved, paired: bool | None) -> list[Error | None]:
+    """The block jackknife of each group but those of sequences; None for a group that is too short for an interval."""
+    unmoved = moved({}, 1)
+    errors: list[Error | None] = []
+    for group, series in groups.members.items():
+        axis = groups.axis_of[group]
+        if axis == "sequences":
+            continue
+        n = next(iter(series.values())).shape[1]
+        length = 1
+        rho = np.zeros(len(unmoved))
+        if axis == "windows":
+            if n >= FEWEST_WINDOWS:
+                by_window = _contributions(moved, unmoved, series, np.arange(n))
+                rho = np.array([lag_one(of_branch) for of_branch in by_window])
+            length = block_length(n, float(rho.max()))
+        starts = block_starts(n, length)
+        is_paired = len(series) > 1 if paired is None else paired
+        too_few_windows = axis == "windows" and not is_paired and n < FEWEST_WINDOWS
+        if len(starts) < 2 or too_few_windows:
+            errors.append(None)
+            continue
+        scale = len(starts) / (len(starts) - 1) / share_of_blocks(n / len(starts), rho)
+        error = _contributions(moved, unmoved, series, starts) / n * np.sqrt(scale)[:, None]
+        errors.append((error, len(starts) - 1))
+    return errors
+
+
+def _error_of_known(name: str, result: Interval, moved: Moved) -> Error | None:
+    """What one standard error of a known result changes; None if the result has no interval."""
+    if result.lo is None or result.hi is None:
+        return None
+    df = math.inf if result.df is None else result.df
+    error = (result.hi - result.lo) / 2 / _quantile(df)
+    below, above = moved({name: np.array([[result.value - error, result.value + error]])}, 2).T
+    return (above - below)[:, None] / 2, df
+
+
+def _error_of_draw(draw: Draw, means: Mapping[str, np.ndarray], moved: Moved) -> Error:
+    """What one standard deviation of a draw that ran once changes."""
+    ends = {name: means[name] + effect * np.array([[-1.0, 1.0]]) for name, effect in draw.effects.items()}
+    below, above = moved(ends, 2).T
+    return (above - below)[:, None] / 2, draw.df
 
 
 def _spread(errors: Sequence[tuple[np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -308,20 +388,20 @@ def _ends_of_extreme(
 def _greatest_errors(
     errors: Sequence[tuple[np.ndarray, float]], error: np.ndarray, df: float
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """For a choice of branches, draws of the greatest of their errors over standard errors, with a fixed seed."""
+    """A function from a choice of branches to simulated greatest errors of these, in standard errors, `[DRAWS]`."""
     random = np.random.RandomState(0)
     covariance = sum(part @ part.T for part, _ in errors)
     uncertain = error > 0
     scale = np.where(uncertain, error, 1)
     values, vectors = np.linalg.eigh(covariance / scale[:, None] / scale)
     root = vectors * np.sqrt(np.maximum(values, 0))
-    drawn = root @ random.normal(size=(len(error), DRAWS))
+    simulated = root @ random.normal(size=(len(error), DRAWS))
     if math.isfinite(df):
-        drawn /= np.sqrt(random.chisquare(df, DRAWS) / df)
+        simulated /= np.sqrt(random.chisquare(df, DRAWS) / df)
 
     def greatest(chosen: np.ndarray) -> np.ndarray:
-        both = chosen & uncertain
-        return drawn[both].max(axis=0) if both.any() else np.zeros(DRAWS)
+        relevant = chosen & uncertain
+        return simulated[relevant].max(axis=0) if relevant.any() else np.zeros(DRAWS)
 
     return greatest
 
@@ -332,11 +412,17 @@ def _contributions(
     series: Mapping[str, np.ndarray],
     starts: np.ndarray,
 ) -> np.ndarray:
-    """What each block of a group's series contributes to each smooth expression, `[branches, blocks]`, by leaving it
-    out, times what is left. `unmoved` are the expressions at all means, `[branches, 1]`.
+    """What each block of a group's series contributes to each smooth expression, `[branches, blocks]`.
 
-    Their squares add up to the variance of the value, times n^2 and the usual (k - 1) / k of k blocks.
-    """  # fmt: skip
+    A contribution is the change of the expression when the block is left out, times the number of units that are left.
+    The squares of contributions add up to the variance of the value, times n^2 and the usual (k - 1) / k of k blocks.
+
+    Args:
+        moved: the smooth expressions at other means.
+        unmoved: the same at all means, `[branches, 1]`.
+        series: of the group, `[S or 1, n]` by name.
+        starts: the first units of the blocks.
+    """
     without = {}
     for name, values in series.items():
         n = values.shape[1]
@@ -346,7 +432,11 @@ def _contributions(
 
 
 def _stacked(seeds: Sequence[Mapping[str, Series]]) -> dict[str, np.ndarray]:
-    """The values of every seed by name, `[S, n]`."""
+    """The values of all seeds by name, `[S, n]`.
+
+    Raises:
+        UserError: seeds with different series or numbers of units.
+    """
     names = list(seeds[0]) if seeds else []
     if any(list(seed) != names for seed in seeds):
         raise UserError(f"the seeds have different series: {[list(seed) for seed in seeds]}")
@@ -354,16 +444,24 @@ def _stacked(seeds: Sequence[Mapping[str, Series]]) -> dict[str, np.ndarray]:
         sizes = [len(seed[name].values) for seed in seeds]
         if len(set(sizes)) > 1:
             raise UserError(f"the seeds of {name} have different numbers of units: {sizes}")
-    return {name: np.stack([np.asarray(seed[name].values, dtype=float) for seed in seeds]) for name in names}
+    stacked = {}
+    for name in names:
+        stacked[name] = np.stack([np.asarray(seed[name].values, dtype=float) for seed in seeds])
+    return stacked
 
 
 def _evaluate(expression: Expression, means: Mapping[str, np.ndarray], seeds: int, points: int) -> np.ndarray:
-    """The expression `[seeds, points]` of means that are broadcast to that shape; it sees flat arrays."""
+    """The expression at means that are broadcast to `[seeds, points]`; it is called with flat arrays.
+
+    Raises:
+        NotFinite: the expression is not one finite number for each of them.
+    """
     shape = (seeds, points)
     flat = {}
     for name, mean in means.items():
-        whole = mean if mean.shape == shape else np.broadcast_to(mean, shape)
-        flat[name] = whole.ravel()
+        if mean.shape != shape:
+            mean = np.broadcast_to(mean, shape)
+        flat[name] = mean.ravel()
     with np.errstate(all="ignore"):
         results = np.asarray(expression(flat), dtype=np.float64)
     if results.shape != (seeds * points,) or not np.isfinite(results).all():

@@ -2,7 +2,7 @@
 
 `accept` takes a table that was built here (or whose job folders `repro run` made on another machine and that were
 brought here), recomputes every value from the observations in those folders, and merges it. The file of measurements
-only says which table and scale are meant: no number and no path in it is believed.
+only names the table and the scale: no number and no path in it is trusted.
 
     results/<device>/spear-table1.csv.xz       a line a cell, with a digest of all its fields
     results/<device>/kernels.csv.xz            a line a kernel time (`kernel_rows`), which has no series and no inputs
@@ -38,18 +38,18 @@ INPUTS = "inputs.json.xz"  # spells out the hashes of declared inputs of a devic
 
 
 def path_of(row: StoredRow) -> Path:
-    """The file that an accepted row is in; of one that several cards measured it is the first one's."""
+    """The file of an accepted row."""
     return RESULTS / row.stored_as
 
 
 def _stem(path: Path) -> str:
-    """The name of a file of rows without its ending; those of its observations begin with it."""
+    """The name of a file of rows without its ending, with which the names of its observation files begin."""
     return path.name.removesuffix(ENDING)
 
 
 @cache
 def _rows(results: Path, name: str) -> dict[tuple[CellKey, str], Measurement]:
-    """CellKey and scale to its row, of one table; where several devices have a cell, the last by the folder's name."""
+    """Cell key and scale to the row, of one table; if several devices have a cell, the last by folder name."""
     rows = {}
     for folder in sorted(results.glob("*/")):
         path = folder / f"{name}{ENDING}"
@@ -64,9 +64,9 @@ def find(scale: str, cell: Cell | Measurement) -> Measurement | None:
 
 
 def equal(scale: str, inputs: str) -> Sequence[Measurement]:
-    """The accepted measurements of a hash of declared inputs, of all tables; the last by the folder's name first.
+    """The accepted measurements of a hash of declared inputs, of all tables; the last by folder name first.
 
-    After whole rows come single seeds of rows with several, without a value: it is that of their series.
+    Whole rows come before single seeds of rows with several. A single seed has no value; it follows from its series.
     """
     return _by_inputs(RESULTS).get((scale, inputs), ())
 
@@ -76,13 +76,13 @@ def _by_inputs(results: Path) -> dict[tuple[str, str], list[Measurement]]:
     """Scale and hash of declared inputs to rows, and to single seeds of rows, of all tables and devices."""
     rows = list(reversed(every()))
     by_inputs: dict[tuple[str, str], list[Measurement]] = {}
-    for one in chain(rows, *map(_seeds, rows)):
-        by_inputs.setdefault((one.scale, one.inputs), []).append(one)
+    for row in chain(rows, *map(_seeds, rows)):
+        by_inputs.setdefault((row.scale, row.inputs), []).append(row)
     return by_inputs
 
 
 def _seeds(row: Measurement) -> Iterator[Measurement]:
-    """Each seed of a row with several as a row of its own: its inputs and its series."""
+    """Each seed of a row with several seeds as a row of its own, with its inputs and series but no value."""
     seeds, digests = row.seeds.split(), row.observations.split()
     declared = inputs_of(row) if len(digests) > 1 else None
     for i, (seed, digest) in enumerate(zip(seeds, digests) if declared else ()):
@@ -105,12 +105,12 @@ def every() -> list[Measurement]:
 
 
 def files() -> list[Path]:
-    """The files of measurements of cells, of all devices; those that are missing, too."""
+    """The files of measurements of all devices, listed files that are missing included."""
     return list(chain(*map(_files, sorted(RESULTS.glob("*/")))))
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those in a device's folder; kernel times, peers' times and sanitizer results are others."""
+    """The files of measurements in a device's folder; it also holds files of other kinds, such as kernel times."""
     paths = {folder / name for name in row_list.listed(folder) if fnmatchcase(name, OF_CELLS)}
     for path in folder.glob(OF_CELLS):
         if path not in paths and read_text(path).startswith("paper,kind,number,row,"):
@@ -129,7 +129,7 @@ def _packed(folder: Path, name: str) -> dict[str, dict[str, Series]]:
         series_by_cell, digest = observations.unpack(path)
         if not path.stem.endswith(digest[:8]):
             raise UserError(f"{path}: its name is not that of its contents; check it out again")
-        by_digest |= {observations.digest(one): one for one in series_by_cell.values()}
+        by_digest |= {observations.digest(of_cell): of_cell for of_cell in series_by_cell.values()}
     return by_digest
 
 
@@ -140,19 +140,20 @@ def _packs(folder: Path, name: str) -> list[Path]:
 
 
 def series(row: Measurement) -> list[dict[str, Series]]:
-    """The series of an accepted row, a mapping a seed; empty where none are kept.
+    """The series of an accepted row, one mapping per seed; empty if none are stored.
 
     Raises:
         UserError: a file that does not match its checksum, or without the series of the row.
     """
-    path, wanted = path_of(row), row.observations.split()
+    path = path_of(row)
+    digests = row.observations.split()
     by_digest = _packed(path.parent, _stem(path))
-    if not by_digest.keys() >= set(wanted):
+    if not by_digest.keys() >= set(digests):
         raise UserError(
             f"{path}: the observations of {row.where_stored} are not in {path.parent / 'observations'}; "
             "check both out again"
         )
-    return [by_digest[digest] for digest in wanted]
+    return [by_digest[digest] for digest in digests]
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -160,12 +161,12 @@ def series(row: Measurement) -> list[dict[str, Series]]:
 
 @dataclass(frozen=True, eq=False)
 class AcceptedRow:
-    """A checked row with all that is kept of it.
+    """A checked row with everything that is stored of it.
 
     Attributes:
-        row: a measurement, or a kernel time, which is all that is kept of it.
-        seeds: its series, a mapping a seed; none where it could not be done.
-        inputs: its declared inputs, whose hash is the row's.
+        row: a measurement; or a kernel time, which has no series and no inputs.
+        seeds: its series, one mapping per seed; empty if the job could not be done.
+        inputs: its declared inputs, whose hash is in the row.
     """
 
     row: Any
@@ -174,56 +175,56 @@ class AcceptedRow:
 
 
 def write(accepted_rows: Iterable[AcceptedRow]) -> dict[str, int]:
-    """Merge rows into results/: data before rows, nothing that a row needs is ever rewritten.
+    """Merge rows into results/. Series and inputs are written before the rows that need them.
 
     Returns:
         Number of rows by file that was written.
 
     Raises:
-        UserError: what is there already is damaged; nothing is written then.
+        UserError: the stored files are damaged; nothing is written then.
     """
     new: dict[Path, dict[tuple[Any, ...], AcceptedRow]] = {}
-    for one in accepted_rows:
-        new.setdefault(path_of(one.row), {})[one.row.key] = one
-    whole = {}
+    for accepted_row in accepted_rows:
+        new.setdefault(path_of(accepted_row.row), {})[accepted_row.row.key] = accepted_row
+    merged = {}
     for path, rows in new.items():
         of = type(next(iter(rows.values())).row)
-        whole[path] = _others(path, of, rows) | rows
-    for path, rows in whole.items():  # all that is there was read and checked
+        merged[path] = _others(path, of, rows) | rows
+    for path, rows in merged.items():  # all that is there was read and checked
         _write(path, [rows[key] for key in sorted(rows)])
     forget()
     return {str(path): len(rows) for path, rows in new.items()}
 
 
 def _others(path: Path, of: type[StoredRow], new: Collection[tuple[Any, ...]]) -> dict[tuple[Any, ...], AcceptedRow]:
-    """The rows of a class that a file holds already besides the keys `new`, by key."""
+    """The rows of a class that a file already has, except those with a key in `new`, by key."""
     by_key = {}
     for row in row_list.read(path, of) if row_list.is_stored(path) else []:
         if row.key not in new:
-            kept = [series(row), inputs_of(row) or {}] if isinstance(row, Measurement) else []
-            by_key[row.key] = AcceptedRow(row, *kept)
+            data = [series(row), inputs_of(row) or {}] if isinstance(row, Measurement) else []
+            by_key[row.key] = AcceptedRow(row, *data)
     return by_key
 
 
 def _write(path: Path, rows: Sequence[AcceptedRow]) -> None:
-    """Write a file with all that its rows need; only then remove what they do not need any more."""
+    """Write a file with the series and inputs of its rows; then remove series that no row needs any more."""
     packs = _write_series(path, rows)
-    if not rows or any(one.inputs for one in rows):  # a kernel time has none
+    if not rows or any(accepted_row.inputs for accepted_row in rows):  # a kernel time has none
         _write_inputs(path, rows)
-    store(path, [one.row for one in rows])
+    store(path, [accepted_row.row for accepted_row in rows])
     for pack in set(_packs(path.parent, _stem(path))) - packs:
         pack.unlink()
 
 
 def _write_series(path: Path, rows: Sequence[AcceptedRow]) -> set[Path]:
-    """Write the series of a file's rows that are not there yet; the files that hold them."""
+    """Write the series of a file's rows that are not stored yet; return the files that hold them all."""
     by_measure: dict[str, dict[tuple[str, int], Mapping[str, Series]]] = {}
-    for one in rows:
-        if not one.seeds:
+    for accepted_row in rows:
+        if not accepted_row.seeds:
             continue
-        cell = json.dumps([*one.row.cell_key, one.row.scale], ensure_ascii=False)
-        of_kind = by_measure.setdefault(one.inputs.get("measure", "other"), {})
-        of_kind |= {(cell, i): seed for i, seed in enumerate(one.seeds)}
+        cell = json.dumps([*accepted_row.row.cell_key, accepted_row.row.scale], ensure_ascii=False)
+        of_kind = by_measure.setdefault(accepted_row.inputs.get("measure", "other"), {})
+        of_kind |= {(cell, i): seed for i, seed in enumerate(accepted_row.seeds)}
     packs = {}
     for measure, by_cell in by_measure.items():
         for digest, data in observations.pack(by_cell):
@@ -236,30 +237,35 @@ def _write_series(path: Path, rows: Sequence[AcceptedRow]) -> set[Path]:
 
 
 def _write_inputs(path: Path, rows: Sequence[AcceptedRow]) -> None:
-    """Write what the hashes of a device's declared inputs stand for, with those of a file's new rows."""
+    """Write the declared inputs of a device's rows by hash, with those of a file's new rows."""
     used = set()
     for file in _files(path.parent):
         if file.is_file():
             used |= {row.inputs for row in from_csv(file)}
-    known = {hash: facts for hash, facts in _facts(path.with_name(INPUTS)).items() if hash in used}
-    known |= {one.row.inputs: one.inputs for one in rows if one.inputs}
-    said = sorted(folded.fold(dict(sorted(known.items()))).items())
-    lines = [f"{json.dumps(hash)}: {folded.text(facts)}" for hash, facts in said]
+    facts_of = {hash: facts for hash, facts in _facts(path.with_name(INPUTS)).items() if hash in used}
+    for accepted_row in rows:
+        if accepted_row.inputs:
+            facts_of[accepted_row.row.inputs] = accepted_row.inputs
+    entries = sorted(folded.fold(dict(sorted(facts_of.items()))).items())
+    lines = [f"{json.dumps(hash)}: {folded.text(facts)}" for hash, facts in entries]
     write_text(path.with_name(INPUTS), "{\n" + ",\n".join(lines) + "\n}\n")
-    _facts_of.cache_clear()  # a file that was written twice within a tick of the clock has one time
+    _facts_of.cache_clear()  # two writes within a tick of the clock have the same time
 
 
 def store(path: Path, rows: Sequence[StoredRow]) -> None:
-    """Write a file of signed rows; without rows it goes. Whenever that is interrupted, the file and its keys agree."""
+    """Write a file of rows with their digests, or remove it if there are none.
+
+    File and list (`row_list`) agree whenever that is interrupted.
+    """
     row_list.write(path, rows)
 
 
 def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, int]:
-    """Rewrite every stored row through a function and sign them anew, as when a scale gets another name.
+    """Rewrite every stored row through a function, with new digests, as when a scale is renamed.
 
     Args:
-        change: from a stored row with its series and declared inputs to what replaces it; None removes it.
-            The hashes of inputs and the digests of series are made anew.
+        change: maps a stored row with its series and declared inputs to its replacement; None removes it. Hashes of
+            inputs and digests of series are recomputed.
 
     Returns:
         Number of rows by file afterwards.
@@ -288,7 +294,7 @@ def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, in
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """What hashes stand for."""
+    """Hashes of declared inputs to the inputs, of a device."""
     return _facts_of(path, path.stat().st_mtime_ns) if path.is_file() else {}
 
 
@@ -301,10 +307,10 @@ def _facts_of(path: Path, stamp: int) -> dict[str, Any]:
 
 
 def inputs_of(row: Measurement) -> dict[str, Any] | None:
-    """The declared inputs of an accepted row; None where they are not known.
+    """The declared inputs of an accepted row; None if they are not stored.
 
     Raises:
-        UserError: results/<device>/inputs.json.xz says others than the row's hash.
+        UserError: results/<device>/inputs.json.xz has inputs that do not match the row's hash.
     """
     path = path_of(row).with_name(INPUTS)
     return _checked_inputs(path, path.stat().st_mtime_ns, row.inputs) if path.is_file() else None
@@ -319,7 +325,7 @@ def _checked_inputs(path: Path, stamp: int, hash: str) -> dict[str, Any] | None:
 
 
 def forget() -> None:
-    """Read results/ anew at the next question."""
+    """Clear the caches, so that results/ is read again."""
     _rows.cache_clear()
     _by_inputs.cache_clear()
     _facts_of.cache_clear()

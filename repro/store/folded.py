@@ -14,20 +14,29 @@ LONG = 30  # characters from which a repeated value is worth a name
 
 
 def fold(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """`facts` with every list or mapping that occurs more than once under a name of its own, which begins with #."""
+    """`facts`, with every list or mapping that occurs more than once replaced by a name, and an entry for that name.
+
+    Names are `#` and a hash.
+    """
     counts: Counter[str] = Counter()
     shared: dict[str, Any] = {}
 
     def count(value: Any) -> None:  # noqa: ANN401
-        if isinstance(value, dict | list) and len(text := json.dumps(value, sort_keys=True)) >= LONG:
-            counts[text] += 1
-            for part in [] if counts[text] > 1 else value.values() if isinstance(value, dict) else value:
+        if not isinstance(value, dict | list):
+            return
+        text = json.dumps(value, sort_keys=True)
+        if len(text) < LONG:
+            return
+        counts[text] += 1
+        if counts[text] == 1:  # what it holds is counted once
+            for part in value.values() if isinstance(value, dict) else value:
                 count(part)
 
     def folded(value: Any) -> Any:  # noqa: ANN401
         if not isinstance(value, dict | list):
             return value
-        name = "#" + short_hash(text) if counts[text := json.dumps(value, sort_keys=True)] > 1 else ""
+        text = json.dumps(value, sort_keys=True)
+        name = f"#{short_hash(text)}" if counts[text] > 1 else ""
         if name not in shared:
             inner = {k: folded(v) for k, v in value.items()} if isinstance(value, dict) else [folded(v) for v in value]
             if not name:
@@ -42,22 +51,22 @@ def fold(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfold(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What `fold` was given; nothing of it may be changed in place."""
+    """The mapping that `fold` was given. Its values are shared, so none may be changed in place."""
     shared = {key: value for key, value in facts.items() if key.startswith("#")}
-    known: dict[str, Any] = {}  # each is spelled out once, and is then one object wherever it is said
+    unfolded_names: dict[str, Any] = {}  # a repeated value is one object
 
-    def whole(value: Any) -> Any:  # noqa: ANN401
+    def unfolded(value: Any) -> Any:  # noqa: ANN401
         if isinstance(value, str):
             if value not in shared:
                 return value
-            if value not in known:
-                known[value] = whole(shared[value])
-            return known[value]
+            if value not in unfolded_names:
+                unfolded_names[value] = unfolded(shared[value])
+            return unfolded_names[value]
         if isinstance(value, dict):
-            return {key: whole(part) for key, part in value.items()}
-        return [whole(part) for part in value] if isinstance(value, list) else value
+            return {key: unfolded(part) for key, part in value.items()}
+        return [unfolded(part) for part in value] if isinstance(value, list) else value
 
-    return {key: whole(value) for key, value in facts.items() if key not in shared}
+    return {key: unfolded(value) for key, value in facts.items() if key not in shared}
 
 
 def text(value: Any) -> str:  # noqa: ANN401

@@ -1,7 +1,7 @@
-"""Jobs: the kind, everything declared that decides the result, what they need, and how they run here.
+"""Jobs: their kind, the declared inputs that decide the result, the jobs that they need, and how they run here.
 
-Its id is a hash of what is declared (parsed configs, fingerprints, hashes of texts), never of a spelling, a path or a
-commit, so that every table that needs a result shares it. The files that it makes lie in a folder named by that id.
+A job's id is a hash of its declared inputs (parsed configs, fingerprints, hashes of texts), never of a spelling, a path
+or a commit, so every table that needs a result shares it. A job writes its files to a folder named by the id.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ class Job:
         kind: key of `repro.jobs.JOBS`.
         label: model and recipe as part of a file name.
         inputs: canonical JSON of what decides the result.
-        options: canonical JSON of what running it takes: names, device, protocol.
-        needs: role to the job whose output it reads.
-        steps: names of the recipe's steps, whose code decides the result too.
+        options: canonical JSON of how it runs: names, device, protocol.
+        needs: role and job, for each job whose output it reads.
+        steps: names of the recipe's steps, whose versions decide the result too.
     """
 
     kind: str
@@ -44,12 +44,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where its files lie, relative to the working directory."""
+        """The folder of its files, relative to the working directory."""
         return BUILD / self.id
 
     @property
     def benchmark(self) -> Path:
-        """Where the seconds that it took are written, as Snakemake does, and what it held of a GPU."""
+        """The file of its run time, in Snakemake's format, and of its peak GPU memory."""
         return BUILD / "benchmarks" / f"{self.id}.tsv"
 
     def parsed_options(self) -> dict[str, Any]:
@@ -61,13 +61,13 @@ class Job:
         return json.loads(self.inputs)
 
     def every(self) -> Iterator["Job"]:
-        """All jobs that it needs, before those that need them, and itself."""
+        """All jobs that it needs, directly or not, each after its own needs; itself last."""
         for _, need in self.needs:
             yield from need.every()
         yield self
 
     def to_json(self) -> dict[str, Any]:
-        """A mapping from which `from_json` makes the same job."""
+        """The job as a mapping that `from_json` reads."""
         facts = {"kind": self.kind, "label": self.label, "inputs": self.inputs, "options": self.options}
         return {**facts, "needs": [[role, need.to_json()] for role, need in self.needs], "steps": list(self.steps)}
 
@@ -94,7 +94,7 @@ def from_json(facts: Mapping[str, Any]) -> Job:
 
 @contextlib.contextmanager
 def built_under(folder: Path) -> Iterator[None]:
-    """Within the block the folders of jobs lie under `folder` instead of build/."""
+    """During the block, the folders of jobs are under `folder` instead of build/."""
     global BUILD
     before, BUILD = BUILD, folder
     try:
@@ -104,7 +104,7 @@ def built_under(folder: Path) -> Iterator[None]:
 
 
 def distinct(jobs: Iterable[Job]) -> list[Job]:
-    """Every job once, with all that they need, in an order in which they can run."""
+    """The jobs and all jobs that they need, each once, in an order in which they can run."""
     by_id: dict[str, Job] = {}
     for top in jobs:
         by_id |= {job.id: job for job in top.every()}

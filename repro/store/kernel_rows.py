@@ -206,9 +206,9 @@ def check_new(rows: Sequence[KernelRow]) -> None:
     for row in rows:
         _check_origin(row)
         if broken_of_ours(row):
-            what = "its result is wrong" if row.status == "wrong" else "it failed"
+            problem = "its result is wrong" if row.status == "wrong" else "it failed"
             how = "fix it, measure it again with --resume, or leave it out with --only"
-            raise UserError(f"{row.where}: {what} ({row.note}); {how}")
+            raise UserError(f"{row.where}: {problem} ({row.note}); {how}")
         if row.status in WITH_TIME:
             _check(row, row.where, *peaks_of(row.device, rows))
 
@@ -245,7 +245,7 @@ def check_floors(rows: Iterable[KernelRow], stored: Iterable[KernelRow]) -> None
 
 
 def _check_origin(row: KernelRow) -> None:
-    """Raise unless a row says where it was measured, at a commit of this project."""
+    """Raise unless a row names its device, environment, date, and a commit of this project."""
     for name, value in row.origin.items():
         if not value:
             raise UserError(f"{row.where}: {name} is empty; a number without its origin is not accepted")
@@ -258,12 +258,18 @@ def _check_origin(row: KernelRow) -> None:
 
 
 def broken_of_ours(row: KernelRow) -> bool:
-    """Whether a kernel of this project failed or was wrong, which is not accepted; of a peer it is a finding."""
+    """Whether a kernel of this project failed or was wrong; such a row is not accepted, a peer's is."""
     return row.status in ("wrong", "failed") and row.provider in KERNELS
 
 
 def _check(row: KernelRow, where: str, peaks: Mapping[str, float], said: str) -> None:
-    """Raise unless a measured row is complete and possible."""
+    """Raise unless a measured row is complete and its time is possible.
+
+    Args:
+        where: the row, for messages.
+        peaks: of its device.
+        said: where these come from, for messages (`peaks_of`).
+    """
     needed = ["us", "bytes", "mode"] + (["p20", "p80", "relerr", "copies"] if row.status == "ok" else [])
     for name in needed:
         if getattr(row, name) in (None, ""):
@@ -309,13 +315,13 @@ def _check_sizes(row: KernelRow, where: str) -> None:
 
 
 def _width(kernel: str) -> float:
-    """Bits of a weight in a format, such as 4 of `w4-g128`; 0 where its name says none."""
+    """Bits of a weight in a format, such as 4 of `w4-g128`; 0 if the name does not say."""
     match = re.match(r"w(\d+)", kernel)
     return int(match[1]) if match else WIDTHS.get(kernel, 0)
 
 
 def peaks_of(device: str, rows: Iterable[KernelRow]) -> tuple[Mapping[str, float], str]:
-    """What no row of a device can beat, as in `PEAKS`, and words for where that comes from.
+    """The peaks of a device, as in `PEAKS`, and words for where they come from, empty for a datasheet.
 
     Raises:
         UserError: neither a datasheet nor ceilings in the same file, or ceilings above every datasheet's.
@@ -331,14 +337,14 @@ def peaks_of(device: str, rows: Iterable[KernelRow]) -> tuple[Mapping[str, float
         elif (row.kernel, row.N, row.K, row.M) == ("bf16", LARGE, LARGE, LARGE):
             product = max(product, 2 * LARGE**3 / row.us * 1e6)
     if not (read and product):
-        what = f"{device} has no listed peaks, and the file lacks its read rate or its bf16 product of {LARGE}^3"
-        raise UserError(f"{what}; python -m repro bench measures both first")
-    fastest = {kind: max(peaks[kind] for peaks in PEAKS.values()) for kind in ("memory", "bf16")}
+        problem = f"{device} has no listed peaks, and the file lacks its read rate or its bf16 product of {LARGE}^3"
+        raise UserError(f"{problem}; python -m repro bench measures both first")
     for kind, reached, unit in (("memory", read, "TB/s"), ("bf16", product, "T operations/s")):
-        if reached > fastest[kind]:
-            said = f"a {kind} ceiling of {reached / 1e12:.4g} {unit}"
-            most = f"above the {fastest[kind] / 1e12:.4g} of any listed GPU"
-            raise UserError(f"{device} has {said}, {most}; measure again, or list its peaks in kernel_rows.py")
+        fastest = max(peaks[kind] for peaks in PEAKS.values())
+        if reached > fastest:
+            ceiling = f"a {kind} ceiling of {reached / 1e12:.4g} {unit}"
+            most = f"above the {fastest / 1e12:.4g} of any listed GPU"
+            raise UserError(f"{device} has {ceiling}, {most}; measure again, or list its peaks in kernel_rows.py")
     halves = ABOVE_PRODUCT * product
     return _peaks(ABOVE_READ * read, halves, 2 * halves), ", by the ceilings of this file,"
 
@@ -346,7 +352,11 @@ def peaks_of(device: str, rows: Iterable[KernelRow]) -> tuple[Mapping[str, float
 def roofline(row: KernelRow, peaks: Mapping[str, float]) -> tuple[float, str]:
     """The least microseconds that a device's peaks allow a row, and what sets them."""
     memory = row.bytes / peaks["memory"] * 1e6 if row.mode == "cold" else 0.0
-    kind = "fp8" if row.kernel == "fp8" else "int32" if row.kernel in ("int8", "w8a8") else row.dtype
+    kind = row.dtype
+    if row.kernel == "fp8":
+        kind = "fp8"
+    elif row.kernel in ("int8", "w8a8"):
+        kind = "int32"
     product = 2 * row.N * row.K * row.M if row.N and row.K else 0  # a choice of tokens has no K
     work = product / peaks[kind] * 1e6 if kind in peaks else 0.0
     if work > memory:
@@ -398,5 +408,9 @@ def timed(stamps: Stamps) -> dict[tuple[str, str, int, str], list[KernelRow]]:
 def versions(label: str) -> str:
     """The versions that decide a provider's time: the timer's, and the peers' or our kernel's with those it uses."""
     name = label.rsplit("/", 1)[-1]
-    own = {kernel: KERNELS[kernel] for kernel in (name, *USES.get(name, ()))} if name in KERNELS else {"peers": PEERS}
-    return " ".join(f"{word}={version}" for word, version in sorted((own | {"timer": TIMER}).items()))
+    version_of = {"timer": TIMER}
+    if name in KERNELS:
+        version_of |= {kernel: KERNELS[kernel] for kernel in (name, *USES.get(name, ()))}
+    else:
+        version_of["peers"] = PEERS
+    return " ".join(f"{word}={version}" for word, version in sorted(version_of.items()))

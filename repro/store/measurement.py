@@ -14,8 +14,16 @@ from repro.store import stored_row
 from repro.store.stored_row import StoredRow
 
 STATUSES = (
-    *("ok", "at_chance", "too_long", "oom", "unsupported", "diverged", "stale"),
-    *("no_stand_in", "other_device", "not_run"),
+    "ok",
+    "at_chance",
+    "too_long",
+    "oom",
+    "unsupported",
+    "diverged",
+    "stale",
+    "no_stand_in",
+    "other_device",
+    "not_run",
 )
 MEASURED = ("ok", "at_chance")
 SHOWN = (*MEASURED, "stale")  # statuses that come with a value

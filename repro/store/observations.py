@@ -28,10 +28,10 @@ from repro.store.job import Job
 FILE = "observations.parquet"
 ORIGIN = ("job", "inputs", "artifacts", "device", "device_class", "commit", "versions", "environment")
 LARGEST = 900_000  # bytes of a packed file
-TEXTS = ["cell", "name", "group", "units"]  # said in every row: read as words and their numbers, 20 times as fast
+TEXTS = ["cell", "name", "group", "units"]  # repeated in every row; read as dictionaries, which is 20 times as fast
 WORDS = [*TEXTS, "seed"]
-COUNTED = {"unit": "DELTA_BINARY_PACKED"}  # units count from 0 in every series: a tenth of the file's bytes
-WHOLE = 2**30  # of a page, in bytes and rows: a column is one page, because zstd finds what repeats only within a page
+COUNTED = {"unit": "DELTA_BINARY_PACKED"}  # units count up from 0 in every series; saves a tenth of the bytes
+WHOLE = 2**30  # page size in bytes and rows: a column is one page, as zstd finds repetitions only within a page
 PACKING: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 19,
@@ -42,7 +42,7 @@ PACKING: dict[str, Any] = {
     "write_statistics": False,
     "store_schema": False,  # Arrow's own copy of the schema takes 1 kB a file
 }
-ENCODINGS: tuple[dict[str, Any], ...] = (  # of values: few that repeat, such as 0 and 1; or many, whose first bytes do
+ENCODINGS: tuple[dict[str, Any], ...] = (  # for values that repeat, such as 0 and 1; for values whose first bytes do
     {"use_dictionary": [*WORDS, "value"], "column_encoding": COUNTED},
     {"use_dictionary": WORDS, "column_encoding": COUNTED | {"value": "BYTE_STREAM_SPLIT"}},
 )
@@ -87,9 +87,9 @@ class Observations:
 def digest(series: Mapping[str, Series]) -> str:
     """16 hex digits of names, groups, units and the bytes of all values."""
     hashed = hashlib.sha256()
-    for name, one in sorted(series.items()):
-        hashed.update(f"{name}\0{one.group}\0{one.axis}\0{len(one.values)}\0".encode())
-        hashed.update(np.ascontiguousarray(one.values, dtype="<f8").tobytes())
+    for name, of_name in sorted(series.items()):
+        hashed.update(f"{name}\0{of_name.group}\0{of_name.axis}\0{len(of_name.values)}\0".encode())
+        hashed.update(np.ascontiguousarray(of_name.values, dtype="<f8").tobytes())
     return hashed.hexdigest()[:16]
 
 
@@ -100,7 +100,7 @@ def checksum(series: Mapping[str, Series], meta: Mapping[str, str]) -> str:
 
 
 def origin(job: Job, versions: Mapping[str, int], folders: Mapping[str, Path] | None = None) -> dict[str, str]:
-    """What is written beside observations: the job, its device, commit, versions, environment, what was read."""
+    """The metadata of a job's observations: job, device, commit, versions, environment, digests of what it read."""
     read = {}
     for role, folder in (folders or {}).items():
         read |= {f"{role}/{path.name}": sha256(path)[:16] for path in stored(folder)}
@@ -123,32 +123,33 @@ def stored(folder: Path) -> list[Path]:
 
 
 def save(path: Path, series: Mapping[str, Series], meta: Mapping[str, str]) -> None:
-    """Write series and metadata, whole or not at all; the job's other results lie beside `path` already.
+    """Write series and metadata atomically, after the job's other results have been written to the same folder.
 
-    The metadata gets `made`, the digests of these results, and `checksum`. A series without values is left out.
+    The metadata gets `made`, the digests of these results, and `checksum`. A series without values is left out, since a
+    file has only rows.
 
     Raises:
         UserError: a value that is not finite.
     """
-    for name, one in series.items():
-        if not np.isfinite(one.values).all():
+    for name, of_name in series.items():
+        if not np.isfinite(of_name.values).all():
             raise UserError(f"{path}: {name} has values that are not finite; a result without a number is a status")
-    series = {name: as_kept(one) for name, one in series.items() if len(one.values)}  # rows are all that a file holds
-    made = {other.name: sha256(other)[:16] for other in stored(path.parent)}
+    series = {name: as_kept(of_name) for name, of_name in series.items() if len(of_name.values)}
+    made = {file.name: sha256(file)[:16] for file in stored(path.parent)}
     meta = {**meta, "made": json.dumps(made)}
     table = to_table(series).replace_schema_metadata({**meta, "checksum": checksum(series, meta)})
     with atomic(path) as temporary:
         pq.write_table(table, temporary, write_page_checksum=True)
 
 
-def as_kept(one: Series) -> Series:
-    """A series as files hold it: whole numbers exactly, others in single precision (1 part in 17 million).
+def as_kept(series: Series) -> Series:
+    """A series as files store it: whole numbers exactly, others in single precision (1 part in 17 million).
 
-    Half of the bytes of a double would be digits that differ from card to card.
+    The further digits of a double differ between cards.
     """
-    values = np.asarray(one.values, dtype=float)
+    values = np.asarray(series.values, dtype=float)
     single = values.astype(np.float32).astype(float)
-    return replace(one, values=np.where(values == np.rint(values), values, single))
+    return replace(series, values=np.where(values == np.rint(values), values, single))
 
 
 def to_table(series: Mapping[str, Series]) -> pa.Table:
@@ -157,15 +158,18 @@ def to_table(series: Mapping[str, Series]) -> pa.Table:
 
 
 def _long(keyed: Iterable[tuple[tuple[str | int, ...], Mapping[str, Series]]], schema: pa.Schema) -> pa.Table:
-    """The long form of the series of several keyed, whose columns come first in `schema`."""
+    """The long form of the series of several keys; the columns of the keys come first in `schema`."""
     words, values = [], []
     for key, series in keyed:
-        for name, one in series.items():
-            words.append((*key, name, one.group, one.axis))
-            values.append(np.asarray(one.values, dtype=float))
+        for name, of_name in series.items():
+            words.append((*key, name, of_name.group, of_name.axis))
+            values.append(np.asarray(of_name.values, dtype=float))
     lengths = [len(of_series) for of_series in values]
     owner = np.repeat(np.arange(len(values)), lengths)
-    columns = [pa.array([row[i] for row in words], schema.field(i).type).take(owner) for i in range(len(schema) - 2)]
+    columns = []
+    for i in range(len(schema) - 2):
+        column = pa.array([row[i] for row in words], schema.field(i).type)
+        columns.append(column.take(owner))
     units = [np.arange(length, dtype=np.int32) for length in lengths]
     columns += [np.concatenate(units or [np.zeros(0, np.int32)]), np.concatenate(values or [np.zeros(0)])]
     return pa.table(columns, schema=schema)
@@ -184,7 +188,7 @@ def from_table(table: pa.Table, key: Sequence[str] = ()) -> dict[tuple[Any, ...]
     unit, value = table["unit"].to_numpy(), table["value"].to_numpy()
     edges = [0, *(np.flatnonzero((codes[:, 1:] != codes[:, :-1]).any(0)) + 1).tolist(), len(unit)]
     for start, end in pairwise(edges) if len(unit) else ():
-        *where, name, group, units = (known[i] for known, i in zip(words, codes[:, start]))
+        *where, name, group, units = (dictionary[i] for dictionary, i in zip(words, codes[:, start]))
         series = by_key.setdefault(tuple(where), {})
         if name in series or not np.array_equal(unit[start:end], np.arange(end - start)):
             raise ValueError(f"the series {name!r} is not one value per unit")
@@ -218,7 +222,7 @@ def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, st
 
 
 def load(path: Path) -> Observations:
-    """What `save` wrote.
+    """Read what `save` wrote.
 
     Raises:
         UserError: the file is missing, cut short, has other columns, or is not what its checksum says.
@@ -234,7 +238,7 @@ def load(path: Path) -> Observations:
 
 
 def once(path: Path, stamp: int) -> Observations:
-    """`load`, read once per version of the file; `stamp` is its modification time in ns."""
+    """As `load`, cached for each version of the file; `stamp` is its modification time in ns."""
     return _once(path, Path.cwd(), stamp, path.stat().st_ino)
 
 
@@ -299,6 +303,6 @@ def unpack(path: Path) -> tuple[dict[tuple[str, int], dict[str, Series]], str]:
 def packed_digest(series_by_cell: SeriesByCell) -> str:
     """16 hex digits of cells, seeds and their series."""
     series = {}
-    for (cell, seed), one in series_by_cell.items():
-        series |= {f"{cell}\0{seed}\0{name}": s for name, s in one.items()}
+    for (cell, seed), of_cell in series_by_cell.items():
+        series |= {f"{cell}\0{seed}\0{name}": values_of for name, values_of in of_cell.items()}
     return digest(series)

@@ -46,10 +46,10 @@ def _digits(text: str) -> str:
 
 @cache
 def commit() -> str:
-    """The short commit of the checkout, `+` behind it when tracked files differ from it.
+    """The short commit of the checkout, with a `+` if tracked files differ from it; `unknown` outside git.
 
-    Where the tree came without its history, `$REPRO_COMMIT` says it, and it goes before git's own; but it hides no
-    difference that git sees. Else `unknown` outside git.
+    For a tree that came without its history, `$REPRO_COMMIT` names the commit. It takes precedence over git's, but a
+    difference that git sees still adds the `+`.
     """
     named = os.environ.get("REPRO_COMMIT") or _git("rev-parse", "--short=10", "HEAD")
     if not named:
@@ -60,15 +60,15 @@ def commit() -> str:
 
 @cache
 def has_commit(commit: str) -> bool:
-    """Whether this checkout has a commit; yes where there is no history to ask."""
+    """Whether this checkout has a commit; True if there is no history to ask."""
     return _git("rev-parse", "--git-dir") is None or _git("cat-file", "-e", f"{commit}^{{commit}}") is not None
 
 
 def check_commit(commit: str) -> None:
-    """Raise unless what was measured at a commit can be measured again from this project's history.
+    """Check that a measurement at a commit can be repeated from this project's history.
 
     Raises:
-        UserError: it is unknown, has uncommitted changes (a + behind it), or is not in this checkout.
+        UserError: the commit is unknown, had uncommitted changes (`+`), or is not in this checkout.
     """
     if not re.fullmatch("[0-9a-f]{7,40}", commit):
         raise UserError(f"measured at commit {commit!r}; commit the code, then measure")
@@ -77,19 +77,27 @@ def check_commit(commit: str) -> None:
 
 
 def _git(*words: str) -> str | None:
-    """What git says about this checkout; None where it is none, or git refuses or is missing."""
+    """The output of a git command on this checkout; None if it is no checkout, or git fails or is missing."""
     try:
-        top, said = (
-            subprocess.run(["git", "-C", str(ROOT), *each], capture_output=True, text=True, check=True).stdout.strip()
-            for each in (("rev-parse", "--show-toplevel"), words)
-        )
+        top = _output_of_git("rev-parse", "--show-toplevel")
+        output = _output_of_git(*words)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return said if Path(top).resolve() == ROOT else None
+    return output if Path(top).resolve() == ROOT else None
+
+
+def _output_of_git(*words: str) -> str:
+    """What a git command on the checkout prints.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: git is missing or fails.
+    """
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def environment() -> str:
-    """JSON of what decides numbers besides our code: Python, libraries, processor (and GPU where torch sees one)."""
+    """JSON of what influences numbers besides our code: versions of Python and libraries, and the processor."""
     facts = {"python": platform.python_version(), "machine": platform.machine(), "cpu": _cpu()}
     for name in LIBRARIES:
         try:

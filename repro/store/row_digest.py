@@ -1,8 +1,8 @@
 """Digests of stored rows, by which an edit of any field is detected and named.
 
-A row's digest is 16 hex digits over all of its fields, the digests of its series among them (`observations`), and after
-a dot two characters for each field, which say where an edit is. It finds slips of the hand and edits that nobody signed
-anew (`accepted.rewrite`); it is no signature. Measurements of cells and kernel times have it alike.
+A digest is 16 hex digits over all fields of a row, the digests of its series (`observations`) included, then a dot and
+two characters for each field, which locate an edit. It detects slips of the hand and edits without a new digest
+(`accepted.rewrite` makes one); it is no cryptographic signature. Measurements and kernel times both have it.
 """
 
 import base64
@@ -20,8 +20,10 @@ EACH = 2  # characters of base64 for a field
 def of(row: StoredRow) -> str:
     """The digest of a row as it would be stored."""
     values = row.signed()
-    whole = hashlib.sha256("\0".join(f"{name}={value}" for name, value in values.items()).encode())
-    return f"{whole.hexdigest()[:WHOLE]}." + "".join(_of_field(name, value) for name, value in values.items())
+    fields = "\0".join(f"{name}={value}" for name, value in values.items())
+    of_all = hashlib.sha256(fields.encode()).hexdigest()[:WHOLE]
+    of_each = "".join(_of_field(name, value) for name, value in values.items())
+    return f"{of_all}.{of_each}"
 
 
 def signed(row: R) -> R:
@@ -30,28 +32,29 @@ def signed(row: R) -> R:
 
 
 def check(row: StoredRow, where: str) -> None:
-    """Raise unless a stored row is what was signed.
+    """Raise unless a stored row agrees with its digest.
 
     Args:
         row: as it was read.
         where: the file and the row, for the message.
 
     Raises:
-        UserError: naming the fields that were edited.
+        UserError: it does not; the message names the edited fields.
     """
     today = of(row)
     if row.digest == today:
         return
     if len(row.digest) != len(today):
         raise UserError(f"{where}: its digest is missing or cut short; check the file out again")
-    each, known = today[WHOLE + 1 :], row.digest[WHOLE + 1 :]
-    edited = [
-        f"{name} is {value!r:.60}"
-        for i, (name, value) in enumerate(row.signed().items())
-        if each[EACH * i : EACH * (i + 1)] != known[EACH * i : EACH * (i + 1)]
-    ]
-    said = ", ".join(edited) or "its digest is another"
-    raise UserError(f"{where}: edited after it was accepted: {said}; check the file out again, or measure it again")
+    edited = []
+    for i, (name, value) in enumerate(row.signed().items()):
+        start = WHOLE + 1 + EACH * i  # after the digits over all fields, and the dot
+        if today[start : start + EACH] != row.digest[start : start + EACH]:
+            edited.append(f"{name} is {value!r:.60}")
+    difference = ", ".join(edited) or "its digest is another"
+    raise UserError(
+        f"{where}: edited after it was accepted: {difference}; check the file out again, or measure it again"
+    )
 
 
 @cache

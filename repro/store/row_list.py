@@ -1,7 +1,7 @@
 """Files of accepted rows in results/, read and written; a missing, an additional and an edited row are detected.
 
-`rows.json` holds a digest of the keys of each file. While a file is written it holds two, of before and after, so that
-whenever writing is interrupted the file is one of those that are listed.
+`rows.json` has a digest of the keys of each file. While a file is written, it has two, from before and after, so that
+the file is a listed one whenever writing is interrupted.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def digest(rows: Iterable[StoredRow]) -> str:
 
 
 def listed(folder: Path) -> dict[str, list[str]]:
-    """The digests of a device's files by their names; empty where there is no list.
+    """The digests of a device's files by name; empty if there is no list.
 
     Raises:
         UserError: the list is damaged.
@@ -46,7 +46,7 @@ def check(path: Path, rows: Iterable[StoredRow]) -> None:
     """Raise unless a file has the rows that were accepted.
 
     Raises:
-        UserError: a row is gone or new, or the file is not listed.
+        UserError: a row is missing or was added, or the file is not listed.
     """
     if digest(rows) not in listed(path.parent).get(path.name, ()):
         raise UserError(f"{path}: it has other rows than were accepted ({path.parent / NAME}); check both out again")
@@ -58,29 +58,30 @@ def is_stored(path: Path) -> bool:
 
 
 def read(path: Path, of: type[R]) -> list[R]:
-    """The rows of an accepted file, checked; their digests are left out.
+    """The rows of an accepted file, checked and without their digests.
 
     Raises:
-        UserError: a row that was edited, that belongs in another file or is given twice; one that is gone or new.
+        UserError: a row that was edited, belongs in another file, or is given twice; or a row is missing or was added.
     """
     rows = []
-    seen = set()
+    keys = set()
     for row in from_csv(path, of):
         where = f"{path}: {row.where_stored}"
         row_digest.check(row, where)
         if row.stored_as != Path(*path.parts[-2:]):
             raise UserError(f"{where} on {row.device or 'no device'} does not belong in this file")
-        if row.key in seen:
+        if row.key in keys:
             raise UserError(f"{where} is given twice; check the file out again")
-        seen.add(row.key)
+        keys.add(row.key)
         rows.append(replace(row, digest=""))
     check(path, rows)
     return rows
 
 
 def write(path: Path, rows: Sequence[StoredRow]) -> None:
-    """Sign the rows of a file and write it with its entry in the list; without rows both go."""
-    before, after = listed(path.parent), digest(rows)
+    """Write the rows of a file with their digests, and its entry in the list; without rows, remove both."""
+    before = listed(path.parent)
+    after = digest(rows)
     _write_list(path.parent, before | {path.name: [*before.get(path.name, []), after]})
     if rows:
         write_text(path, to_csv(map(row_digest.signed, rows), type(rows[0])))

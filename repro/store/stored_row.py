@@ -1,6 +1,6 @@
 """Rows of CSV files in results/ and build/, written and read: measurements of cells, and kernel times.
 
-The dataclass of its rows (`StoredRow`) says what a file may hold; writing and reading is the same for all.
+A subclass of `StoredRow` defines what a file may hold; writing and reading are the same for all.
 """
 
 import csv
@@ -23,13 +23,13 @@ class StoredRow(ABC):
     """A line of a file of rows; subclasses are frozen dataclasses whose compared fields are the columns.
 
     Attributes:
-        WHAT: what such a file is, in messages.
-        MADE_BY: what to name instead of a file that cannot be read.
-        STATUSES: what `status` may be.
-        MEASURED: those of a row that was measured; a file to accept has one.
-        DIGITS: significant digits of numbers.
-        device: where it was measured; several are joined by ` + `.
-        digest: that of an accepted row (`row_digest`); empty elsewhere.
+        WHAT: what such a file is called in messages.
+        MADE_BY: the file that a message suggests instead of one that cannot be read.
+        STATUSES: the possible values of `status`.
+        MEASURED: the statuses of measured rows; a file to accept needs such a row.
+        DIGITS: significant digits of floats.
+        device: where it was measured; several devices are joined by ` + `.
+        digest: of an accepted row (`row_digest`); otherwise empty.
     """
 
     WHAT: ClassVar[str]
@@ -44,12 +44,12 @@ class StoredRow(ABC):
     @property
     @abstractmethod
     def key(self) -> tuple[Any, ...]:
-        """What no two rows of a file share."""
+        """A key that is unique in a file."""
 
     @property
     @abstractmethod
     def table(self) -> str:
-        """What names its file in the folder of its device."""
+        """The name of its file in the folder of its device."""
 
     @property
     @abstractmethod
@@ -58,28 +58,28 @@ class StoredRow(ABC):
 
     @property
     def stored_as(self) -> Path:
-        """Its file below results/; of a row that several devices measured it is the first one's."""
+        """Its file below results/; of a row that several devices measured, the first device's."""
         return Path(slug(self.device.partition(" + ")[0])) / f"{self.table.replace('/', '-')}{ENDING}"
 
     @property
     def where_stored(self) -> str:
-        """The same among accepted rows, where a cell may be there at several scales."""
+        """The row in a message about accepted rows, where a cell can exist at several scales."""
         return self.where
 
     @property
     def is_new(self) -> bool:
-        """Whether it can be accepted: it is of the run that wrote its file."""
+        """Whether it is a new result, which can be accepted."""
         return True
 
     def check(self) -> None:  # noqa: B027 - most rows have nothing more to check
-        """Raise what is wrong with a row that was read, besides its numbers and its status."""
+        """Raise if a row that was read is wrong in anything but its numbers and its status."""
 
     def texts(self) -> dict[str, str]:
         """Its fields as CSV text, by column."""
         return {name: text(getattr(self, name), self.DIGITS) for name in columns(type(self))}
 
     def signed(self) -> dict[str, str]:
-        """The fields that its digest is of, as they are written: all but the digest itself."""
+        """The fields that its digest covers, as CSV text: all but the digest itself."""
         return {name: value for name, value in self.texts().items() if name != "digest"}
 
 
@@ -100,7 +100,7 @@ def numbers(of: type[StoredRow]) -> dict[str, type]:
 
 
 def text(value: object, digits: int = 7) -> str:
-    """A value as CSV text: so many significant digits, empty for none.
+    """A value as CSV text: a float with `digits` significant digits, None as an empty text.
 
     Raises:
         UserError: a number that is not finite.
@@ -142,13 +142,13 @@ def _row(line: Sequence[str], of: type[R], where: str) -> R:
         raise UserError(f"{where}: {len(line)} values for {len(columns(of))} columns; the file was cut short")
     values: dict[str, Any] = dict(zip(columns(of), line))
     for name, kind in numbers(of).items():
-        given = values[name]
+        field_text = values[name]
         try:
-            number = kind(given) if given else None
+            number = kind(field_text) if field_text else None
         except ValueError:
-            raise UserError(f"{where}: {name} is {given!r:.60}, not a number") from None
+            raise UserError(f"{where}: {name} is {field_text!r:.60}, not a number") from None
         if number is not None and not math.isfinite(number):
-            raise UserError(f"{where}: {name} is {given}; a number that is not finite is a status, never a value")
+            raise UserError(f"{where}: {name} is {field_text}; a number that is not finite is a status, never a value")
         values[name] = number
     if values["status"] not in of.STATUSES:
         raise UserError(f"{where}: {unknown('status', values['status'], of.STATUSES)}")
