@@ -127,7 +127,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config, second: T
         wider = number > 0 or bool(lm.weights)
         widths = sorted({s.weights for s in config.stages[: number + 1]}, reverse=True)
         stages = [Precision(width) for width in widths] if config.any_precision else [stage]
-        lambdas = [config.lambdas.get(each.weights, 1.0) for each in stages]
+        lambdas = [config.lambdas.get(precision.weights, 1.0) for precision in stages]
 
         def task(
             block: nn.Module, kwargs: dict, index: int, picked: set = picked, stages: Sequence[Precision] = stages,
@@ -157,8 +157,8 @@ def block_task(state: TrainedBlock, kwargs: dict, picked: bool, stages: Sequence
     state.now = stages[-1] if picked else before
     reached = [state.now]
     if config.any_precision:  # a block that is not there yet takes part at the narrowest width that it has
-        reached = [Precision(max(each.weights, state.now.weights)) for each in stages]
-    students = [state.at(each, kwargs) for each in reached]
+        reached = [Precision(max(precision.weights, state.now.weights)) for precision in stages]
+    students = [state.at(precision, kwargs) for precision in reached]
     earlier = state.at(before, kwargs) if wider and not config.any_precision else None
     full = partial(_full, state.block, kwargs)
     above = [earlier, *students[:-1]]
@@ -176,10 +176,10 @@ def loss(
 ) -> Tensor:
     """Σ_b λ_b (‖y_b - y_fp‖² + second ‖y_b - y_b'‖²), float32."""
     total = torch.zeros((), device=full.device)
-    for weight, y, other in zip(lambdas, outputs, seconds, strict=True):
+    for weight, y, second_output in zip(lambdas, outputs, seconds, strict=True):
         total = total + weight * (y - full).float().square().sum()
-        if other is not None:
-            total = total + weight * second * (y - other).float().square().sum()
+        if second_output is not None:
+            total = total + weight * second * (y - second_output).float().square().sum()
     return total
 
 
@@ -209,12 +209,12 @@ def split_channels(teacher: nn.Module, states: Sequence[TrainedBlock], ids: Tens
     seen = statistics(teacher, list(block_linears(teacher)), ids, extras)
     for number, (prefix, state) in enumerate(zip(blocks(teacher), states, strict=True)):
         share = splitting.ratio(number, len(states), config.split_first, config.split_last)
-        own = {name: seen[f"{prefix}.{name}"] for name in state.latent}
-        state.columns |= splitting.block_columns(state.latent, own, share, config.split_metric, config.group)
-    kept = []
+        of_block = {name: seen[f"{prefix}.{name}"] for name in state.latent}
+        state.columns |= splitting.block_columns(state.latent, of_block, share, config.split_metric, config.group)
+    split_counts = []
     for state in states:
-        kept += [float((each.sign > 0).sum()) for each in state.columns.values()]
-    return kept
+        split_counts += [float((columns.sign > 0).sum()) for columns in state.columns.values()]
+    return split_counts
 
 
 def input_kurtosis(model: nn.Module, ids: Tensor) -> dict[str, float]:
@@ -233,18 +233,18 @@ def finish(lm: LowBitModel, states: Sequence[TrainedBlock], config: Config) -> N
     stored = MASTER if config.any_precision else config.bits
     for prefix, state in zip(blocks(lm.model), states, strict=True):
         for name, latent in state.latent.items():
-            own = state.columns.get(name)
+            columns = state.columns.get(name)
             with in_layer(f"{prefix}.{name}"):
-                if own is None:
+                if columns is None:
                     weight = pack(latent, config.grid(stored), config.delta)
                 else:
-                    weight = branches.pack(latent, own, config.splitting(stored), config.delta)
+                    weight = branches.pack(latent, columns, config.splitting(stored), config.delta)
                 lm.set_weight(f"{prefix}.{name}", weight)
         for name, bits in state.input_bits(config.act_bits).items():
             if bits < FULL:
                 width = state.latent[name].shape[1]
-                own = state.columns.get(name)
-                lm.attach(f"{prefix}.{name}", inputs.attachment("bitbybit", width, config.input_grid(bits), own))
+                columns = state.columns.get(name)
+                lm.attach(f"{prefix}.{name}", inputs.attachment("bitbybit", width, config.input_grid(bits), columns))
 
 
 def _full(block: nn.Module, kwargs: dict, x: Tensor) -> Tensor:

@@ -101,8 +101,8 @@ def step(halves: Tensor, branch: Tensor, grid: GroupGrid, offset: float = QUARTE
         low, high = low.clamp(max=0), high.clamp(min=0)
     levels = 2**grid.bits - 1
     s = torch.maximum((high - low) / levels, (high_branch - low_branch) / (levels - 2 * offset))
-    one = torch.maximum(high_branch - low, high - low_branch) / (levels - offset)
-    return quantizer.usable(torch.maximum(s, one), largest, grid)
+    step_size = torch.maximum(high_branch - low, high - low_branch) / (levels - offset)
+    return quantizer.usable(torch.maximum(s, step_size), largest, grid)
 
 
 def fake_quantize(

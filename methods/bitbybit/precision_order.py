@@ -52,7 +52,7 @@ def precisions(order: Order, end: Precision) -> list[Precision]:
     """
     w, a = lowered(end.weights), lowered(end.activations)
     if order == "D":
-        w, a = (each + each[-2:] if len(each) > 1 else each for each in (w, a))
+        w, a = (bits + bits[-2:] if len(bits) > 1 else bits for bits in (w, a))
     if order == "C" and a:
         pairs = [(w[0], a[0])]
         for next_w, next_a in zip_longest(w[1:], a[1:]):
@@ -60,8 +60,8 @@ def precisions(order: Order, end: Precision) -> list[Precision]:
             pairs += [] if next_a is None else [(pairs[-1][0], next_a)]
         return [Precision(*pair) for pair in pairs]
     if order == "B":
-        return [Precision(FULL, each) for each in a] + [Precision(each, end.activations) for each in w]
-    return [Precision(each) for each in w] + [Precision(end.weights, each) for each in a]
+        return [Precision(FULL, bits) for bits in a] + [Precision(bits, end.activations) for bits in w]
+    return [Precision(bits) for bits in w] + [Precision(end.weights, bits) for bits in a]
 
 
 def check(stages: Sequence[Precision], order: Order, end: Precision) -> None:
@@ -111,5 +111,5 @@ def chosen(share: float, count: int, alpha: float, sampling: Sampling, seed: int
     if sampling == "first" or size == count:
         return set(range(size))
     p = np.arange(count, 0, -1, dtype=float) ** alpha
-    drawn = np.random.default_rng([seed, stage]).choice(count, size, replace=False, p=p / p.sum())
-    return set(drawn.tolist())
+    sampled = np.random.default_rng([seed, stage]).choice(count, size, replace=False, p=p / p.sum())
+    return set(sampled.tolist())

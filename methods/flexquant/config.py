@@ -64,13 +64,13 @@ class Config:
 
     def __post_init__(self) -> None:
         if len(self.path) < 2 or any(low >= high for high, low in pairwise(self.path)):
-            said = f"path is {self.path}; it goes down only, through two widths or more, such as [16, 8, 4]"
-            raise UserError(f"flexquant: {said}")
+            problem = f"path is {self.path}; it goes down only, through two widths or more, such as [16, 8, 4]"
+            raise UserError(f"flexquant: {problem}")
         if odd := [bits for bits in self.path if bits not in WIDTHS]:
             raise UserError(f"flexquant: path has {odd[0]} bits; choose from {', '.join(map(str, WIDTHS))}")
         if self.threshold is not None and not self.threshold >= 1:
-            said = f"threshold is {self.threshold}; PPLE is never below 1, so that nothing would ever switch"
-            raise UserError(f"flexquant: {said}; give 1 or more")
+            problem = f"threshold is {self.threshold}; PPLE is never below 1, so that nothing would ever switch"
+            raise UserError(f"flexquant: {problem}; give 1 or more")
         if self.threshold is not None and self.multiple != 1:
             raise UserError(
                 "flexquant: threshold and multiple: give one of them, a fixed mean or a share of the prompt's"
@@ -82,8 +82,8 @@ class Config:
             if not getattr(self, name) > 0:
                 raise UserError(f"flexquant: {name} is {getattr(self, name)}; it must be above 0")
         if self.copies == "host" and self.prefill == "w8a8":
-            said = "prefill=w8a8 needs 8-bit weights on the device beside those of 16 bits"
-            raise UserError(f"flexquant: {said}, copies=host has no memory for them; give one of the two")
+            problem = "prefill=w8a8 needs 8-bit weights on the device beside those of 16 bits"
+            raise UserError(f"flexquant: {problem}, copies=host has no memory for them; give one of the two")
         for name in ("window", "interval", "seed"):
             if getattr(self, name) < 0:
                 raise UserError(f"flexquant: {name} is {getattr(self, name)}; it must be 0 or more")

@@ -130,7 +130,7 @@ class Controller:
 
     def _ask(self, pple: float, token: int, first: int) -> list[Switch]:
         """Ask the rule, and make its moves from step `first` on."""
-        made = []
+        switches = []
         for layer in self.rule(pple, token, self.state):
             move = next((move for move in self.state.ahead if move.layer == layer), None)
             if move is None:
@@ -139,12 +139,12 @@ class Controller:
                 )
             self.state.ahead.remove(move)
             self.state.bits[layer] = move.bits
-            made.append(Switch(first, layer, move.bits))
-        if made:
-            self.log += made
+            switches.append(Switch(first, layer, move.bits))
+        if switches:
+            self.log += switches
             self.state.window.clear()
             self.state.since = first
-        return made
+        return switches
 
 
 # --- what a log says --------------------------------------------------------------------------------------------------
@@ -176,10 +176,10 @@ def mean_bits(
 
     Without a step it is the width that decoding would begin with.
     """
-    each = bits_by_step(log, sizes, high, steps)
+    by_step = bits_by_step(log, sizes, high, steps)
     if prefill is not None:
-        each = np.append(each, prefill)
-    return float(each.mean()) if len(each) else float(high)
+        by_step = np.append(by_step, prefill)
+    return float(by_step.mean()) if len(by_step) else float(high)
 
 
 # --- controls of equal mean bits --------------------------------------------------------------------------------------
@@ -187,14 +187,14 @@ def mean_bits(
 
 def even_steps(count: int, every: float, steps: int) -> list[int]:
     """Steps of at most `count` switches, `every` steps apart; those beyond `steps` are left out."""
-    whole = [max(EARLIEST, 1 + round(every * (i + 1))) for i in range(count)]
-    return [step for step in whole if step <= steps]
+    switch_steps = [max(EARLIEST, 1 + round(every * (i + 1))) for i in range(count)]
+    return [step for step in switch_steps if step <= steps]
 
 
 def random_steps(count: int, power: float, steps: int, seed: int) -> list[int]:
     """Sorted steps of `count` switches, drawn uniformly at power 1, earlier at larger powers and later at smaller."""
-    drawn = np.sort(np.random.default_rng(seed).random(count)) ** power
-    return [EARLIEST + int(share * max(steps + 1 - EARLIEST, 0)) for share in drawn]
+    times = np.sort(np.random.default_rng(seed).random(count)) ** power
+    return [EARLIEST + int(share * max(steps + 1 - EARLIEST, 0)) for share in times]
 
 
 def stretched_steps(steps: Sequence[int], factor: float) -> list[int]:

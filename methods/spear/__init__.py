@@ -54,8 +54,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     phases = config.phases
     steps = ", ".join(f"{phase.epochs} x {config.steps} steps at lr {phase.lr:.3g}" for phase in phases)
     size = sum(stored_bytes(r, [tuple(lm.weights[name].shape)], config.hidden) for name, r in ranks.items())
-    shown = " to ".join(str(r) for r in sorted(set(ranks.values())))  # r, or "r to r + 1"
-    say(f"{len(names)} of {len(lm.weights)} layers, rank {shown}, {size} bytes")
+    rank_range = " to ".join(str(r) for r in sorted(set(ranks.values())))  # r, or "r to r + 1"
+    say(f"{len(names)} of {len(lm.weights)} layers, rank {rank_range}, {size} bytes")
     say(f"{len(trained)} sequences, {steps}")
     lm.facts["layers/rank"] = [ranks.get(name, 0) for name in lm.weights]
     if damage:

@@ -139,8 +139,7 @@ def bench(
         if not any(word in label for label in labels):
             raise unknown("provider", word, labels)
     about = device.origin
-    asked = [*only, peers.LIBRARY_LABEL]
-    chosen = {n: p for n, p in device.providers.items() if not only or any(word in n for word in asked)}
+    chosen = _chosen_providers(device, only)
     old = [row for row in from_csv(out) if row.origin == about] if resume and Path(out).exists() else []
     rows: list[KernelRow] = []
     for name, provider in list(chosen.items()):
@@ -161,10 +160,8 @@ def bench(
     all_sizes = [(*shape, m) for shape, m in itertools.product(shapes or stored_peers.shapes(), counts)]
     todo = []
     for sizes in all_sizes:
-        taking = [name for name, one in chosen.items() if one.takes(sizes[2])]
-        wanted = set(itertools.product(taking, modes))
         done = [row for row in old if (row.N, row.K, row.M) == sizes]
-        if wanted <= {(row.label, row.mode) for row in done if not broken_of_ours(row)}:
+        if _is_complete(done, chosen, sizes[2], modes):
             rows += done
         else:
             todo.append(sizes)
@@ -186,6 +183,23 @@ def bench(
         say(f"[{i}/{len(todo)}] {n} x {k}, M = {m}: {spent:.0f} s so far{left}")
     write_text(out, to_csv(rows))
     return rows
+
+
+def _chosen_providers(device: Device, only: Sequence[str]) -> dict[str, peers.Provider]:
+    """The providers whose label has one of some words, and the library; all without any word."""
+    words = [*only, peers.LIBRARY_LABEL]
+    chosen = {}
+    for label, provider in device.providers.items():
+        if not only or any(word in label for word in words):
+            chosen[label] = provider
+    return chosen
+
+
+def _is_complete(rows: Sequence[KernelRow], chosen: Mapping[str, peers.Provider], m: int, modes: Sequence[str]) -> bool:
+    """Whether rows of one size have every chosen provider that takes `m` activation rows, in every mode."""
+    labels = [label for label, provider in chosen.items() if provider.takes(m)]
+    needed = set(itertools.product(labels, modes))
+    return needed <= {(row.label, row.mode) for row in rows if not broken_of_ours(row)}
 
 
 def compile_ahead(labels: Sequence[str], all_sizes: Sequence[tuple[int, int, int]], workers: int) -> None:
@@ -257,7 +271,7 @@ class _Run:
             library = {(layer.rows, layer.columns, m, t.mode): t.us for t in timings if t.name == peers.LIBRARY_LABEL}
             rescaled = _rescaled(library, device.origin)
             # Who was not asked for keeps the ratio of the run that its rivals are of.
-            rows += [row for row in rescaled if not self.only or any(word in row.label for word in self.only)]
+            rows += [row for row in rescaled if self.is_asked_for(row.label)]
             for name, error in failed.items():
                 p = self.chosen[name]
                 status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), "failed")
@@ -273,15 +287,21 @@ class _Run:
         """Rows of tasks that choose tokens, cold and warm; those of the same logits take turns."""
         rows, device = [], self.device
         for tasks in choices:
-            asked = [task for task in tasks if not self.only or any(word in task.name for word in self.only)]
-            for task in asked:
+            timed_tasks = [task for task in tasks if self.is_asked_for(task.name)]
+            for task in timed_tasks:
                 self.note(task.name, [task])
-            host = self.host_us(asked)
-            for mode in MODES if asked else ():
-                for t in timing.measure(asked, device.backend, mode, self.rounds, device.floor, self.joule_seconds):
+            host = self.host_us(timed_tasks)
+            for mode in MODES if timed_tasks else ():
+                for t in timing.measure(
+                    timed_tasks, device.backend, mode, self.rounds, device.floor, self.joule_seconds
+                ):
                     rows.append(replace(self.row(t, t.facts), host_us=host.get(t.name)))
                     self.say(f"{t.name}, {t.facts['M']} tokens, {mode}: {t.us:.2f} us, {t.fraction:.2f} of the floor")
         return rows
+
+    def is_asked_for(self, label: str) -> bool:
+        """Whether a label has one of the words of `only`; every label without any."""
+        return not self.only or any(word in label for word in self.only)
 
     def host_us(self, tasks: Sequence[Task]) -> dict[str, float]:
         """What a launch of each costs the host; all take turns, as the pace of a host has levels that last."""

@@ -114,23 +114,36 @@ class Change:
         return self.change > self.allowed
 
 
+def _timed_kernels(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The information and statistics of every benchmark of a kernel in a file of pytest-benchmark.
+
+    Raises:
+        UserError: missing, not such a file, or without kernels.
+    """
+    try:
+        content = json.loads(read_text(path))
+        benchmarks = [(dict(entry["extra_info"]), dict(entry["stats"])) for entry in content["benchmarks"]]
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path}: not a file of pytest --benchmark-json") from None
+    kernels = []
+    for info, stats in benchmarks:
+        # Others are benchmarks of something else: packing on the processor, …
+        if info.get("floor_us") and all(name in info for name in PLACE):
+            kernels.append((info, stats))
+    if not kernels:
+        raise UserError(f"{path}: no kernel with a read floor in it; run pytest kernels --benchmark-only on a GPU")
+    return kernels
+
+
 def load(path: Path) -> BenchmarkFile:
     """A file of pytest-benchmark as a run.
 
     Raises:
         UserError: missing, not such a file, without kernels, or without one of the references.
     """
-    try:
-        content = json.loads(read_text(path))
-        benchmarks = [(dict(one["extra_info"]), dict(one["stats"])) for one in content["benchmarks"]]
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path}: not a file of pytest --benchmark-json") from None
-    # Others are benchmarks of something else: packing on the processor, …
-    kernels = [one for one in benchmarks if one[0].get("floor_us") and all(name in one[0] for name in PLACE)]
-    if not kernels:
-        raise UserError(f"{path}: no kernel with a read floor in it; run pytest kernels --benchmark-only on a GPU")
+    kernels = _timed_kernels(path)
     cells: dict[str, TimedKernel] = {}
     for info, stats in kernels:
         name = say(info)
@@ -139,9 +152,9 @@ def load(path: Path) -> BenchmarkFile:
         try:
             samples = stats.get("data")
             us = (statistics.median(samples) if samples else stats["median"]) * 1e6
-            for what, time in {"took": us, "has a read floor of": info["floor_us"]}.items():
+            for verb, time in {"took": us, "has a read floor of": info["floor_us"]}.items():
                 if not SHORTEST < time < LONGEST:  # also of NaN and Infinity, which JSON may hold
-                    raise UserError(f"{path}: {name} {what} {time} us; a time is positive and below {LONGEST:.0e} us")
+                    raise UserError(f"{path}: {name} {verb} {time} us; a time is positive and below {LONGEST:.0e} us")
             error = 1.2533 * stats["iqr"] * 1e6 / us / 1.349 / math.sqrt(max(1, stats["rounds"]))
             if not 0 <= error < math.inf:
                 raise ValueError
@@ -168,8 +181,11 @@ def compare(new: BenchmarkFile, baseline: Sequence[BenchmarkFile], threshold: fl
     """Every judged cell of a run against the median of the baseline runs that have it, by its name."""
     here = new.ratios(baseline[0])
     then = [run.ratios(baseline[0]) for run in baseline]
-    olds = {name: [ratios[name] for ratios in then if name in ratios] for name, c in new.cells.items() if c.judged}
-    olds = {name: theirs for name, theirs in olds.items() if theirs}
+    olds = {}
+    for name, cell in new.cells.items():
+        theirs = [ratios[name] for ratios in then if name in ratios]
+        if cell.judged and theirs:
+            olds[name] = theirs
     # Rounds say how well a median is known; several baseline runs say how much it moves between runs. A spread of a few
     # runs is itself uncertain, so it goes half and half with what is usual among the cells of its kind.
     spreads = {name: max(map(_spread, zip(*theirs))) for name, theirs in olds.items() if len(theirs) > 1}

@@ -90,12 +90,11 @@ def _points(
         return lambda config: Task(name, functools.partial(launch, config), inputs, want, 4e-3, hot)
 
     key = key or module.tuning_key
-    return [
-        TuningPoint(
-            key(case), [config for config in module.SPACE if fits(case, config)], functools.partial(prepare, case)
-        )
-        for case in cases
-    ]
+    points = []
+    for case in cases:
+        configs = [config for config in module.SPACE if fits(case, config)]
+        points.append(TuningPoint(key(case), configs, functools.partial(prepare, case)))
+    return points
 
 
 def _cases(*counts: int, **more: Any) -> list[Case]:  # noqa: ANN401
@@ -297,9 +296,11 @@ def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
         return {}
     except (OSError, ValueError):
         raise wrong from None
-    kernels = content.values() if isinstance(content, dict) else [None]
-    if not all(isinstance(by_key, dict) and all(isinstance(c, dict) for c in by_key.values()) for by_key in kernels):
+    if not isinstance(content, dict):
         raise wrong
+    for by_key in content.values():
+        if not isinstance(by_key, dict) or not all(isinstance(config, dict) for config in by_key.values()):
+            raise wrong
     return content
 
 

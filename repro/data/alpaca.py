@@ -23,7 +23,11 @@ def documents(corpus: Corpus) -> list[str]:
     content = sources.read(corpus.source, f"corpus {corpus.name!r}", "name another calibration text")
     try:
         records = json.loads(content)
-        return ["\n".join(filter(None, (record[field].strip() for field in FIELDS))) for record in records]
+        texts = []
+    for record in records:
+        fields = [record[field].strip() for field in FIELDS]
+        texts.append("\n".join(filter(None, fields)))
+    return texts
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{corpus.source}: not readable as corpus {corpus.name!r} ({error!r}); copy it again") from None
 

@@ -98,7 +98,7 @@ def _mirrored(corpus: Corpus) -> list[str]:
         texts = [row["text"] if "text" in row else row["prefix"] + row["gold_completion"] for row in rows]
     except (lzma.LZMAError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{corpus.source}: not readable as corpus {corpus.name!r} ({error!r}); copy it again") from None
-    return [one or corpus.empty_row for one in texts]
+    return [row or corpus.empty_row for row in texts]
 
 
 def _fetched(corpus: Corpus) -> list[str]:
@@ -108,9 +108,9 @@ def _fetched(corpus: Corpus) -> list[str]:
         raise UserError(f"corpus {corpus.name!r} needs the datasets library; pip install datasets") from None
     dataset, part = corpus.source.split(": ")
     dataset, revision = dataset.split("@")
-    which = {"data_files": {corpus.split: part}} if part.endswith(".gz") else {"name": part}
+    source = {"data_files": {corpus.split: part}} if part.endswith(".gz") else {"name": part}
     try:
-        rows = load_dataset(dataset, split=corpus.split, revision=revision, **which)
+        rows = load_dataset(dataset, split=corpus.split, revision=revision, **source)
     except Exception as error:  # the library raises many kinds, for the network, the cache and the files
         raise UserError(f"corpus {corpus.name!r}: {dataset} at {revision[:8]} cannot be fetched ({error})") from None
     return list(rows[: corpus.max_documents]["text"])
@@ -252,12 +252,12 @@ def excerpt_ids(name: str, tokenizer: Any, file: str) -> np.ndarray:
     Raises:
         UserError: the ids are another tokenizer's; then the whole text is needed, and the sentence says how to get it.
     """
-    known = next(excerpt for excerpt in CORPORA[name].excerpts if excerpt.file == file)
-    if tokenizer_sha256(tokenizer) != known.tokenizer_sha256:
+    entry = next(excerpt for excerpt in CORPORA[name].excerpts if excerpt.file == file)
+    if tokenizer_sha256(tokenizer) != entry.tokenizer_sha256:
         text(name)
         raise UserError(f"corpus {name!r}: its excerpt is of another tokenizer; build again from the whole text")
-    ids = np.frombuffer(sources.read(known.file, f"corpus {name!r}"), dtype="<u2")
-    return ids.astype(np.int32).reshape(known.sequences, known.length)
+    ids = np.frombuffer(sources.read(entry.file, f"corpus {name!r}"), dtype="<u2")
+    return ids.astype(np.int32).reshape(entry.sequences, entry.length)
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

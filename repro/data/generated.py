@@ -102,10 +102,12 @@ tasks.CONVERT |= {"gsm8k": _gsm8k, "ifeval": _ifeval, "mathqa": _mathqa}
 
 
 def _entry(name: str, keys: dict[str, Any]) -> Generated:
-    own = {key: keys[key] for key in ("new_tokens", "grade") if key in keys}
+    settings = {key: keys[key] for key in ("new_tokens", "grade") if key in keys}
     where = f"repro/data/{ENTRIES.name}: {name}"
-    task = built(EvaluationTask, {"name": name} | {key: value for key, value in keys.items() if key not in own}, where)
-    return built(Generated, {"task": asdict(task), **own}, where)
+    task = built(
+        EvaluationTask, {"name": name} | {key: value for key, value in keys.items() if key not in settings}, where
+    )
+    return built(Generated, {"task": asdict(task), **settings}, where)
 
 
 GENERATED: dict[str, Generated] = {name: _entry(name, keys) for name, keys in load_yaml(ENTRIES).items()}
@@ -113,7 +115,9 @@ GENERATED: dict[str, Generated] = {name: _entry(name, keys) for name, keys in lo
 
 def lacking(name: str) -> str:
     """Why a task's answers cannot be judged here; empty if they can."""
-    absent = [one for one in PACKAGES.get(GENERATED[name].grade, ()) if importlib.util.find_spec(one) is None]
+    absent = [
+        package for package in PACKAGES.get(GENERATED[name].grade, ()) if importlib.util.find_spec(package) is None
+    ]
     if absent:
         return f"{name}: lm-eval's checkers need {' and '.join(absent)}, not installed here"
     if GENERATED[name].grade in PACKAGES and not _splits_sentences():
@@ -156,15 +160,15 @@ def build(name: str, data: Path | None, tokenizer: Callable[..., Any], limit: in
     entry = GENERATED[name]
     bos = [tokenizer.bos_token_id] * bool(tokenizer("a").input_ids[0] == tokenizer.bos_token_id)
     with requests.offline():
-        ((_, _, one),) = requests.load_shipped(entry.task, data, limit).values()
-        one.set_fewshot_seed(SEED)
-        one.build_all_requests(rank=0, world_size=1)
+        ((_, _, task),) = requests.load_shipped(entry.task, data, limit).values()
+        task.set_fewshot_seed(SEED)
+        task.build_all_requests(rank=0, world_size=1)
     prompts, items = [], []
-    for instance in one.instances:
+    for instance in task.instances:
         ids = tokenizer(instance.args[0], add_special_tokens=False)["input_ids"]
         prompts.append(np.asarray(bos + ids, dtype=np.int32))
         items.append(instance.doc["answer"] if entry.grade == "number" else instance.doc)
-    stop = list(one.config.generation_kwargs["until"])
+    stop = list(task.config.generation_kwargs["until"])
     meta = {key: str(getattr(entry.task, key)) for key in ("version", "form", "shots")}
     meta |= {"task": name, "stop": json.dumps(stop), "tokenizer_sha256": tokenizer_sha256(tokenizer)}
     return Questions(meta | {"harness": importlib.metadata.version("lm_eval")}, prompts, items)
@@ -173,7 +177,7 @@ def build(name: str, data: Path | None, tokenizer: Callable[..., Any], limit: in
 def save(path: Path, questions: Questions) -> None:
     """Write questions with their hash."""
     ids = np.concatenate(questions.prompts).astype("<i4")
-    arrays = {"ids": ids, "sizes": np.asarray([len(one) for one in questions.prompts], dtype="<i4")}
+    arrays = {"ids": ids, "sizes": np.asarray([len(prompt) for prompt in questions.prompts], dtype="<i4")}
     facts = {"meta": questions.meta, "items": questions.items}
     text = json.dumps(facts | {"sha256": _digest(arrays, facts)}, sort_keys=True)
     with atomic(path) as temporary:  # one key only: safetensors writes several in random order
@@ -240,5 +244,6 @@ def graded(name: str, answers: Sequence[str], items: Sequence[Any]) -> tuple[np.
     """1 where an answer is right, and where it would be right for the next item, float64 `[N]` each."""
     judge = GRADES[GENERATED[name].grade]
     following = [*items[1:], *items[:1]]
-    pairs = [[float(judge(answer, item)) for answer, item in zip(answers, of)] for of in (items, following)]
-    return np.asarray(pairs[0]), np.asarray(pairs[1])
+    right = [float(judge(answer, item)) for answer, item in zip(answers, items)]
+    right_for_next = [float(judge(answer, item)) for answer, item in zip(answers, following)]
+    return np.asarray(right), np.asarray(right_for_next)

@@ -111,7 +111,9 @@ def load_shipped(
             share = (i + 1) * limit // len(every) - i * limit // len(every)
             splits[task.split] = splits[task.split][:share]
         if splits[task.split]:
-            datasets = {split: Dataset.from_list([one for _, one in records]) for split, records in splits.items()}
+            datasets = {}
+            for split, records in splits.items():
+                datasets[split] = Dataset.from_list([record for _, record in records])
             unused = {f"{split}_split": None for split in ("training", "validation", "test") if split != task.split}
             source = {
                 "custom_dataset": lambda datasets=datasets, **_: datasets,
@@ -125,14 +127,14 @@ def load_shipped(
     folder = Path(shipped.__file__).parent / task.folder
     manager = shipped.TaskManager(include_path=[folder], include_defaults=False)
     loaded = manager.load({"group": "local", "task": members})["tasks"]
-    for name, one in loaded.items():
-        one.set_fewshot_seed(0)  # MMLU takes its examples in order: nothing is drawn
-        if str(one.VERSION) != task.version:
+    for name, record in loaded.items():
+        record.set_fewshot_seed(0)  # MMLU takes its examples in order: nothing is drawn
+        if str(record.VERSION) != task.version:
             raise UserError(
-                f"task {task.name}: lm-eval {importlib.metadata.version('lm_eval')} has version {one.VERSION} of "
+                f"task {task.name}: lm-eval {importlib.metadata.version('lm_eval')} has version {record.VERSION} of "
                 f"{name}, not {task.version}; install the lm_eval of requirements.lock"
             )
-    return {name: (*known[name], one) for name, one in loaded.items()}
+    return {name: (*known[name], record) for name, record in loaded.items()}
 
 
 @contextlib.contextmanager
@@ -176,8 +178,8 @@ def build(
         from lm_eval.utils import env  # installed, as `load_shipped` has seen
 
         with mock.patch.object(env, "from_string", functools.cache(env.from_string)):  # else compiled for every request
-            for subject, numbers, one in loaded.values():
-                _add(arrays, subject, numbers, one, tokenizer, [tokenizer.bos_token_id] * bool(bos))
+            for subject, numbers, loaded_task in loaded.values():
+                _add(arrays, subject, numbers, loaded_task, tokenizer, [tokenizer.bos_token_id] * bool(bos))
     subjects = sorted(set(arrays["subject"]))
     arrays["subject"] = [subjects.index(subject) for subject in arrays["subject"]]
     meta = {key: getattr(task, key) for key in ("metric", "version", "form", "shipped")}

@@ -201,12 +201,12 @@ def items(task: EvaluationTask, data: Path | None = None) -> dict[str, dict[str,
         UserError: a file that is neither in the repository nor in `data`, or one that is cut or of another version.
     """
     contents = []
-    for name, known in task.files.items():
-        content = sources.read(name, f"task {task.name}", sha256=known, folder=data)
-        if (digest := hashlib.sha256(content).hexdigest()) != known:
+    for name, expected in task.files.items():
+        content = sources.read(name, f"task {task.name}", sha256=expected, folder=data)
+        if (digest := hashlib.sha256(content).hexdigest()) != expected:
             raise UserError(
                 f"{name}: not the file that task {task.name} stands for, but cut or of another version (SHA-256 "
-                f"{digest[:12]}, not {known[:12]}); copy it again"
+                f"{digest[:12]}, not {expected[:12]}); copy it again"
             )
         contents.append(content)
     subjects: dict[str, dict[str, list[tuple[int, Record]]]] = {}
@@ -216,8 +216,8 @@ def items(task: EvaluationTask, data: Path | None = None) -> dict[str, dict[str,
         records.append((len(records), record))
     for subject, splits in subjects.items() if task.draw else ():
         every = splits[task.split]
-        drawn = random.Random(f"{task.seed} {subject}").sample(range(len(every)), min(task.draw, len(every)))
-        splits[task.split] = [every[number] for number in sorted(drawn)]
+        sampled = random.Random(f"{task.seed} {subject}").sample(range(len(every)), min(task.draw, len(every)))
+        splits[task.split] = [every[number] for number in sorted(sampled)]
     return dict(sorted(subjects.items()))
 
 

@@ -71,28 +71,28 @@ def bleu(counts: Mapping[str, Any]) -> Any:
             grams = np.asarray(counts[f"n-grams {n}"], float)
             logs = logs + np.log(np.where(grams > 0, matches / grams, 0.0)) / ORDERS
         length = np.asarray(counts["length"], float)
-        wanted = np.asarray(counts["reference length"], float)
-        brevity = np.where(length > 0, np.minimum(1 - wanted / length, 0.0), -np.inf)
+        reference_length = np.asarray(counts["reference length"], float)
+        brevity = np.where(length > 0, np.minimum(1 - reference_length / length, 0.0), -np.inf)
         return 100 * np.exp(brevity + logs)
 
 
-def matched_f1(one: np.ndarray, other: np.ndarray, frame: int = 0) -> float:
+def matched_f1(states: np.ndarray, reference_states: np.ndarray, frame: int = 0) -> float:
     """F1 of greedy matching by cosine, times 100: what BERTScore computes from token embeddings `[T, H]` of two texts.
 
     Precision is the mean over the tokens of the first text of the largest cosine with any of the second, recall the
     other way round (Zhang et al. 2020, section 3). 0 where a text has no token, or neither is positive.
 
     Args:
-        one: of the text.
-        other: of its reference.
+        states: of the text.
+        reference_states: of its reference.
         frame: tokens at each end that an encoder adds: others may match them, but they do not count themselves.
     """
-    if min(len(one), len(other)) <= 2 * frame:
+    if min(len(states), len(reference_states)) <= 2 * frame:
         return 0.0
-    cosine = _unit(one) @ _unit(other).T
+    cosine = _unit(states) @ _unit(reference_states).T
     best_of_one, best_of_other = cosine.max(1), cosine.max(0)
-    precision = float(best_of_one[frame : len(one) - frame].mean())
-    recall = float(best_of_other[frame : len(other) - frame].mean())
+    precision = float(best_of_one[frame : len(states) - frame].mean())
+    recall = float(best_of_other[frame : len(reference_states) - frame].mean())
     return 100 * max(0.0, 2 * precision * recall / (precision + recall)) if precision + recall > 0 else 0.0
 
 
@@ -101,9 +101,9 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens two lists begin with alike."""
-    for length, (a, b) in enumerate(zip(one, other)):
+    for length, (a, b) in enumerate(zip(first, second)):
         if a != b:
             return length
-    return min(len(one), len(other))
+    return min(len(first), len(second))

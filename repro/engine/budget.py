@@ -130,10 +130,10 @@ def plan(
         if candidate.used <= budget:
             return candidate
         least = candidate.used if least is None else min(least, candidate.used)
-    what = "with its draft" if draft or own_draft else "without a draft"
+    draft_note = "with its draft" if draft or own_draft else "without a draft"
     amount = shown(least, enough=True).replace(" ", "")  # one word, as an option takes it
-    said = f"{name} needs at least {amount} {what} at a context of {context:,}"
-    raise NotMeasurable("oom", f"memory {shown(budget)}: {said}; give more, or choose a shorter context")
+    problem = f"{name} needs at least {amount} {draft_note} at a context of {context:,}"
+    raise NotMeasurable("oom", f"memory {shown(budget)}: {problem}; give more, or choose a shorter context")
 
 
 def _check_tree(name: str, config: Any, context: int, draft: subspec.Config) -> None:
@@ -239,8 +239,8 @@ class EngineMemory:
             "buffers": self.block_bytes if streamed else 0,
         }
         if self.draft:
-            own = substitute_bytes(config, self.draft) if self.packed else sum(dense)
-            parts["draft"] = self.substitutes(resident) * own
+            draft_bytes = substitute_bytes(config, self.draft) if self.packed else sum(dense)
+            parts["draft"] = self.substitutes(resident) * draft_bytes
         return parts
 
     @property
@@ -262,8 +262,8 @@ class EngineMemory:
             buffers = [codes + scales for codes, scales in zip(block[::2], block[1::2])]
         sizes = []
         if self.draft:
-            own = substitute_sizes(config, self.draft) if self.packed else dense
-            sizes += self.substitutes(resident) * own
+            draft_sizes = substitute_sizes(config, self.draft) if self.packed else dense
+            sizes += self.substitutes(resident) * draft_sizes
         sizes += resident * block
         if streamed:
             sizes += buffers

@@ -31,14 +31,16 @@ class Copies(nn.Module):
         levels: int8 `[rows, layers]` on the device where rows have states of their own: which of the widths each has.
     """
 
-    def __init__(self, names: Sequence[str], sizes: Sequence[int], columns: int, at: Mapping[int, nn.Module]) -> None:
+    def __init__(
+        self, names: Sequence[str], sizes: Sequence[int], columns: int, by_bits: Mapping[int, nn.Module]
+    ) -> None:
         super().__init__()
         self.names = list(names)
         self.sizes = list(sizes)
         self.columns = columns
         self.levels = None
-        self.at = dict(at)  # a plain mapping: `buffers` counts what a step reads, not all that is there
-        self.high = next(iter(at))
+        self.at = dict(by_bits)  # a plain mapping: `buffers` counts what a step reads, not all that is there
+        self.high = next(iter(by_bits))
         self.prefill = self.at[self.high]
         layer_of_column = torch.arange(len(sizes)).repeat_interleave(torch.tensor(self.sizes))
         self.layer_of_column = layer_of_column.to(next(self.prefill.buffers()).device)
@@ -150,9 +152,9 @@ def rows_of(product: nn.Module, start: int, end: int) -> nn.Module:
     return Packed(part, bias, product.order)
 
 
-def _rows_of_parts(whole: Joined, start: int, end: int) -> nn.Module:
+def _rows_of_parts(joined_weight: Joined, start: int, end: int) -> nn.Module:
     parts, begin = [], 0
-    for part in whole:
+    for part in joined_weight:
         first = max(start - begin, 0)
         last = min(end - begin, part.outputs)
         if first < last:
@@ -177,9 +179,9 @@ def joined(decoders: Mapping[int, Decoder], int8_prefill: bool) -> Decoder:
     for number in range(len(first.blocks)):
         products = {}
         for product, layers in LAYERS.items():
-            at = {bits: getattr(decoder.blocks[number], product) for bits, decoder in decoders.items()}
+            by_bits = {bits: getattr(decoder.blocks[number], product) for bits, decoder in decoders.items()}
             names = [f"{number}.{layer}" for layer in layers]
-            products[product] = Copies(names, *sizes[product], at)
+            products[product] = Copies(names, *sizes[product], by_bits)
             if int8_prefill:
                 products[product].prefill = _int8(products[product].prefill)
         blocks.append(replace(first.blocks[number], **products))
@@ -222,6 +224,6 @@ def weights_of(model: Decoder) -> dict[str, int]:
     """How many weights each layer with copies has."""
     counts = {}
     for block in model.blocks:
-        for each in copies_of(block):
-            counts |= {name: size * each.columns for name, size in zip(each.names, each.sizes)}
+        for copies in copies_of(block):
+            counts |= {name: size * copies.columns for name, size in zip(copies.names, copies.sizes)}
     return counts

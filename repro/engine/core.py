@@ -24,21 +24,28 @@ SHAPE = "shape/"  # begins the name of a model with random weights
 
 
 def needs_weights(name: str) -> None:
-    """UserError for a model that has no weights of its own, which is all that text and quality can come from."""
+    """Check that a model has weights of its own, which text and quality need.
+
+    Raises:
+        UserError: it is a shape with random weights.
+    """
     if name.startswith(SHAPE):
         raise UserError(f"{name} has random weights: they have speed and memory, but no text and no quality")
 
 
 class Templated(str):
-    """A prompt that a chat template has made: the special tokens are in it, and the tokenizer adds none."""
+    """A prompt from a chat template: it has its special tokens, so the tokenizer adds none."""
 
 
 class Core:
-    """What decodes. One generation runs at a time; a new one, or `logits`, ends the one before.
+    """Decodes with one model. One generation runs at a time; a new one, or `logits`, ends the one before.
 
-    `context` is the slots of a sequence, `stats` those of the last generation, `chunk` tokens of a prefill at a time,
-    of all its prompts together.
-    `RATED`: whether stats have the device's read rate, whose measurement takes memory of its own.
+    Attributes:
+        context: slots of a sequence in the cache.
+        stats: of the last generation.
+        chunk: tokens of a prefill that are computed at a time, of all its prompts together.
+        STEPS: the class of its steps.
+        RATED: whether stats have the device's read rate, whose measurement needs memory of its own.
     """
 
     STEPS = Steps
@@ -66,27 +73,30 @@ class Core:
         eos: bool = True,
         logprobs: bool = False,
     ) -> Iterator[TextPiece]:
-        """Go on with a prompt, piece by piece; of several prompts the whole texts, in their order.
+        """Continue a prompt, piece by piece; of several prompts, yield whole texts in order.
 
         Args:
-            prompts: one text, or a list of up to 64, texts or token ids, which are decoded together.
-            max_new_tokens: at most so many; by default as many as the context holds.
-            temperature, top_k, top_p: 0, 0 and 1: greedy. A choice is a function of seed, position and logits.
-            seed: of the only or first sequence, the next ones being counted up; or one for each.
+            prompts: one text, or a list of up to 64 texts or lists of token ids, which are decoded together.
+            max_new_tokens: at most; by default as many as the context holds.
+            temperature, top_k, top_p: of sampling; temperature 0 is greedy. A token is a function of seed, position and
+                logits.
+            seed: of the first sequence, counted up for the next ones; or one for each.
             stop: texts that end a sequence; they are not part of it.
             eos: whether the model's end of text ends a sequence.
             logprobs: whether each `TextPiece` has its tokens' log probabilities.
 
-        Before anything runs: UserError for what means nothing, `NotMeasurable` for prompts beyond the context.
+        Raises (before anything runs):
+            UserError: arguments without a meaning.
+            NotMeasurable: prompts beyond the context.
         """
         needs_weights(self.name)
-        whole = not isinstance(prompts, str)
+        several = not isinstance(prompts, str)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stop:
             raise UserError("stop: an empty text would end every sequence at once; name some characters")
-        ids = [self._ids(each) for each in (prompts if whole else [prompts])]
+        ids = [self._ids(prompt) for prompt in (prompts if several else [prompts])]
         batch = self._decoding(ids, max_new_tokens, Sampling(temperature, top_k, top_p), seed, logprobs)
-        return self._texts(batch, whole, stop, self.ends if eos else frozenset(), logprobs)
+        return self._texts(batch, several, stop, self.ends if eos else frozenset(), logprobs)
 
     def chat(self, message: str) -> Templated:
         """A user's message in the tokenizer's chat template, up to the answer.
@@ -99,12 +109,12 @@ class Core:
         needs_weights(self.name)
         if not self.tokenizer.chat_template:
             raise UserError(f"model {self.name!r}: its tokenizer has no chat template; leave out --chat")
-        turn = {"role": "user", "content": message}
+        message_of_user = {"role": "user", "content": message}
         try:
-            text = self.tokenizer.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template([message_of_user], add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program: what it may raise has many kinds
-            said = shortened(" ".join(str(error).split()), 150)
-            why = f"the chat template of its tokenizer cannot be applied ({said})"
+            reason = shortened(" ".join(str(error).split()), 150)
+            why = f"the chat template of its tokenizer cannot be applied ({reason})"
             raise UserError(f"model {self.name!r}: {why}; fix it, or leave out --chat") from None
         return Templated(text)
 
@@ -120,9 +130,9 @@ class Core:
         return frozenset([ids] if isinstance(ids, int) else ids or ())
 
     def logits(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """float32 `[T, V]`: what the model says after each of T tokens; UserError as `generate`.
+        """The logits after each of T tokens, float32 `[T, V]`; raises as `generate`.
 
-        This is a prefill, and so dense: thresholds of SpQt hold for tokens that are decoded, in `generate` and `tree`.
+        This is a prefill, which is dense: SpQt's thresholds apply to decoded tokens, in `generate` and `tree`.
         """
         return torch.cat(list(self._chunks(ids)))
 
@@ -130,7 +140,7 @@ class Core:
         """float32 `[T - 1]`: natural log probabilities of T tokens after those before them, by dense `logits`."""
         following = torch.as_tensor(ids, device=self.model.device)[1:, None].split(SCORED)
         pairs = zip(self._chunks(ids), following)
-        return torch.cat([logits[: len(each)].log_softmax(1).gather(1, each)[:, 0] for logits, each in pairs])
+        return torch.cat([logits[: len(targets)].log_softmax(1).gather(1, targets)[:, 0] for logits, targets in pairs])
 
     def time(self, prompt: int, new: int, batch: int = 1) -> Stats:
         """Decode `new` tokens after random prompts: speed and memory of any model, also of a shape."""
@@ -178,8 +188,8 @@ class Core:
         if len(ids) == 0:
             raise UserError("a prompt of no tokens: there is nothing to go on from; give it some text")
         if len(ids) + new > self.context:
-            said = f"{len(ids):,} tokens and {new:,} new ones are more than the context of {self.context:,}"
-            raise NotMeasurable("too_long", f"{said}; shorten the prompt or load with a larger context")
+            problem = f"{len(ids):,} tokens and {new:,} new ones are more than the context of {self.context:,}"
+            raise NotMeasurable("too_long", f"{problem}; shorten the prompt or load with a larger context")
         if wrong := [token for token in ids if not 0 <= token < self.model.config.vocab_size]:
             raise UserError(f"token {wrong[0]}: {self.name} has ids from 0 to {self.model.config.vocab_size - 1:,}")
 
@@ -192,7 +202,7 @@ class Core:
         if new is not None and new < 1:
             raise UserError(f"max_new_tokens is {new}; it must be 1 or more")
         seeds = [seed + i for i in range(len(ids))] if isinstance(seed, int) else list(seed)
-        if len(seeds) != len(ids) or not all(0 <= each < 2**63 for each in seeds):
+        if len(seeds) != len(ids) or not all(0 <= value < 2**63 for value in seeds):
             raise UserError(f"seed: {len(seeds)} for {len(ids)} prompts; give one, or one for each, 0 or more")
         for prompt in ids:
             self._check(prompt, new or 1)
@@ -203,51 +213,59 @@ class Core:
         self._turn = turn = object()
         count = len(batch.prompts)
         device = self.model.device
-        given = 0
+        emitted = 0
         if count > len(self.cache.lengths):
             self.steps = self.STEPS(self.model, count)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         try:
             for step in batch.run(self.steps, self.chunk):
-                given += len(step)
+                emitted += len(step)
                 yield step
                 if self._turn is not turn:
                     raise UserError("another generation began on this engine; finish one before the next, or load two")
         finally:
             weights, times = self.model.read_bytes, batch.seconds
-            counted = {"prompt_tokens": sum(map(len, batch.prompts)), "new_tokens": given, "read_bytes": weights}
+            counted = {"prompt_tokens": sum(map(len, batch.prompts)), "new_tokens": emitted, "read_bytes": weights}
             read = math.nan
             if self.RATED:
                 read = weights + batch.slots * self.cache.slot_bytes / max(len(times), 1)
             self.steps.rest()
-            stats = measured(device, batch.prefill_s, times, max(given - count, 0), read, **counted)
+            stats = measured(device, batch.prefill_s, times, max(emitted - count, 0), read, **counted)
             if self._turn is turn:
                 self.stats = replace(stats, stored_bytes=self.model.stored_bytes)
 
     def _texts(
-        self, batch: Decoding, whole: bool, stop: tuple[str, ...], ends: frozenset[int], logprobs: bool
+        self, batch: Decoding, several: bool, stop: tuple[str, ...], ends: frozenset[int], logprobs: bool
     ) -> Iterator[TextPiece]:
-        """Pieces of the only sequence, or whole texts in order, as soon as all before them are there."""
+        """Pieces of the only sequence; or whole texts, each as soon as it and all before it are done."""
         streams = [TextStream(self.tokenizer, prompt, stop) for prompt in batch.prompts]
-        done, following = {}, 0
-        texts, tokens, values = ([kind() for _ in streams] for kind in (str, list, list))
-        for given, piece in enumerate(self._run(batch), start=1):
+        done = {}
+        following = 0
+        texts: list[str] = ["" for _ in streams]
+        tokens: list[list[int]] = [[] for _ in streams]
+        values: list[list[float]] = [[] for _ in streams]
+        for emitted, piece in enumerate(self._run(batch), start=1):
             for i, token, logprob in piece:
                 tokens[i].append(token)
                 values[i].append(logprob)
                 text, stopped = ("", False) if token in ends else streams[i].push(token)
-                last = given == batch.limits[i]
-                ended = "eos" if token in ends else "stop" if stopped else "length" if last else ""
+                ended = ""
+                if token in ends:
+                    ended = "eos"
+                elif stopped:
+                    ended = "stop"
+                elif emitted == batch.limits[i]:
+                    ended = "length"
                 if ended:
                     batch.end(i)
                 texts[i] += text + (streams[i].pending if ended else "")
-                if ended or (text and not whole):
+                if ended or (text and not several):
                     done[i] = TextPiece(texts[i], tokens[i], values[i] if logprobs else None, ended)
                     texts[i], tokens[i], values[i] = "", [], []
             while following in done:
                 yield done.pop(following)
-                following += whole
+                following += several
 
     def _chunks(self, ids: Sequence[int] | Tensor) -> Iterator[Tensor]:
         """float32 logits of tokens, `SCORED` by `SCORED`."""

@@ -55,14 +55,14 @@ class Compensated(nn.Module):
 
     Args:
         product: with a `PackedWeight`, whose columns are in order.
-        made: the compensators in the kernel's layout.
+        compensators: in the kernel's layout.
     """
 
-    def __init__(self, product: nn.Module, made: kernel.PackedCompensators) -> None:
+    def __init__(self, product: nn.Module, compensators: kernel.PackedCompensators) -> None:
         super().__init__()
-        self.product, self.spans = product, made.spans
+        self.product, self.spans = product, compensators.spans
         for name in ("down", "gates", "scales", "up"):
-            self.register_buffer(name, getattr(made, name))
+            self.register_buffer(name, getattr(compensators, name))
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > 1:
@@ -102,13 +102,13 @@ def corrected(
         device: of the product.
     """
     starts, stored, alphas, others = [], [], [], []
-    for start, linear, one in attached:
-        if module_of(one.step) is not spear:
-            others.append((start, one.build(Nothing(linear, device))))
+    for start, linear, attachment in attached:
+        if module_of(attachment.step) is not spear:
+            others.append((start, attachment.build(Nothing(linear, device))))
             continue
         starts.append(start)
-        stored.append({name: tensor.to(device) for name, tensor in one.tensors.items()})
-        alphas.append(one.numbers["alpha"])
+        stored.append({name: tensor.to(device) for name, tensor in attachment.tensors.items()})
+        alphas.append(attachment.numbers["alpha"])
     if starts:
         product = compensated(product, starts, stored, alphas)
     return Corrected(product, others) if others else product

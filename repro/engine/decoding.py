@@ -26,8 +26,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (0 <= self.temperature < math.inf and 0 <= self.top_k < 2**31 and 0 < self.top_p <= 1):
-            given = f"temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}"
-            raise UserError(f"{given}: a temperature and top-k of 0 or more, a top-p above 0 and up to 1")
+            settings = f"temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}"
+            raise UserError(f"{settings}: a temperature and top-k of 0 or more, a top-p above 0 and up to 1")
 
 
 class DecodingState:
@@ -128,7 +128,7 @@ class Steps:
 
     def _capture(self, state: DecodingState) -> torch.cuda.CUDAGraph:
         """The step as a graph. It runs twice before, as libraries set themselves up, with all rows as padding."""
-        kept = [(tensor, tensor.clone()) for tensor in (state.ids, state.rows, state.logprobs)]
+        saved = [(tensor, tensor.clone()) for tensor in (state.ids, state.rows, state.logprobs)]
         state.rows.fill_(-1)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -139,7 +139,7 @@ class Steps:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, **self.CAPTURE):
             advance(self.model, self.cache, state)
-        for tensor, before in kept:
+        for tensor, before in saved:
             tensor.copy_(before)
         return graph
 
@@ -181,19 +181,19 @@ class Decoding:
         self.state = steps.state(len(self.prompts), self.sampling.temperature > 0, self.scored)
         self._prefill(steps, chunk)
         waiting = self._fetch()
-        given = 0
+        emitted = 0
         while self.running:
-            given += 1
-            going = {i for i in self.running if self.limits[i] > given}
+            emitted += 1
+            going = {i for i in self.running if self.limits[i] > emitted}
             for i in self.running - going:
                 self.state.rows[i] = -1  # its last token is on its way
             following = None
             if going:
                 steps(self.state)
-                self.slots += sum(len(self.prompts[i]) + given for i in going)
+                self.slots += sum(len(self.prompts[i]) + emitted for i in going)
                 following = self._fetch()
             tokens, logprobs, ready = waiting()
-            if given == 1:
+            if emitted == 1:
                 self.prefill_s = ready - began
             else:
                 self.seconds.append(ready - began)

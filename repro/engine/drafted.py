@@ -93,15 +93,15 @@ class Drafted(Decoding):
         self.prefill_s = ready - began
         self.verify = Verifier(steps.model, steps.cache, self.drafter.tree, self.sampling, self.seeds[0], self.scored)
         length = len(self.prompts[0])
-        given = 0
+        emitted = 0
         following = [(tokens[0], logprobs[0])]
         while True:
             for token, logprob in following:
                 if token < 0:
                     raise UserError("the logits are not finite; the model or its compression is damaged")
-                given += 1
+                emitted += 1
                 yield [(0, token, logprob)]
-                if given == self.limits[0] or not self.running:
+                if emitted == self.limits[0] or not self.running:
                     return
             following = self._iterate(self.verify, following[-1][0], length)
             length += len(following)
@@ -127,8 +127,8 @@ class Drafted(Decoding):
         drafted = time.perf_counter()
         with noted(self.verifications):
             chosen, chances = verify()
-        said, logprobs = chosen.tolist(), chances.tolist()
-        self.path = path = self._accepted(said)
+        targets_choice, logprobs = chosen.tolist(), chances.tolist()
+        self.path = path = self._accepted(targets_choice)
         cache.gather(0, length, length + torch.tensor(path, device=tree.ids.device))
         self.drafter.keep(length, path, verify.hidden)
         ended = time.perf_counter()
@@ -139,9 +139,9 @@ class Drafted(Decoding):
         self.slots += tree.depth * length + length
         self.lengths.append(len(path))
         self.passes.append(tree.depth)
-        return [(said[node], logprobs[node]) for node in path]
+        return [(targets_choice[node], logprobs[node]) for node in path]
 
-    def _accepted(self, said: list[int]) -> list[int]:
+    def _accepted(self, targets_choice: list[int]) -> list[int]:
         """The nodes that are accepted, the root first, where the target says these tokens after the nodes."""
         tree = self.drafter.tree
-        return accepted(tree.ids.tolist(), tree.parents.tolist(), said).nodes
+        return accepted(tree.ids.tolist(), tree.parents.tolist(), targets_choice).nodes

@@ -61,8 +61,8 @@ def read(path: Path, kind: str, what: str, command: str, fingerprint: str) -> di
             about = json.loads((file.metadata() or {})[kind])
         tensors = load_file(path)
     except Exception as error:  # what a damaged file leads to has many kinds
-        said = " ".join(str(error).split())[:100]
-        raise UserError(f"{path}: not a {what} ({said}); train it again with {command}") from None
+        reason = " ".join(str(error).split())[:100]
+        raise UserError(f"{path}: not a {what} ({reason}); train it again with {command}") from None
     if about["fingerprint"] != fingerprint:
         raise UserError(f"{path}: the {what} of another model ({about['model']}); train one with {command}")
     return tensors

@@ -54,8 +54,8 @@ class HostCopies(Copies):
         self.rows = layer_rows(sizes)
         self.starts, end = layer_starts(self.host, self.rows)
         self.memory = torch.empty(end, dtype=torch.uint8, device=device)
-        at = {bits: placed(whole, self.memory, 0) for bits, whole in self.host.items()}
-        super().__init__(names, sizes, columns, at)
+        by_bits = {bits: placed(host_weight, self.memory, 0) for bits, host_weight in self.host.items()}
+        super().__init__(names, sizes, columns, by_bits)
         self._changes: dict[tuple[State, State], list[Moved]] = {}  # that were asked for
         for layer in range(len(sizes)):
             for target, source in zip(self.tensors(self.bits, layer), self.source(layer, self.high)):
@@ -122,7 +122,10 @@ class HostCopies(Copies):
     @property
     def nbytes(self) -> int:
         """Bytes of all copies."""
-        return sum(sum(tensor.nbytes for tensor in tensors_of(whole)) for whole in self.host.values())
+        total = 0
+        for weight in self.host.values():
+            total += sum(tensor.nbytes for tensor in tensors_of(weight))
+        return total
 
 
 class Staging:
@@ -150,15 +153,15 @@ class Staging:
         if self._free is not None:
             self._free.record()
 
-    def begin(self, wanted: Mapping[Move, Sequence[Tensor]]) -> None:
+    def begin(self, tensors_by_move: Mapping[Move, Sequence[Tensor]]) -> None:
         """Begin to copy the weights of moves from the host, as many as there is room for; what was there is dropped.
 
         Any thread may, after `release`.
         """
-        if list(wanted)[: len(self._staged)] == list(self._staged) and self._staged:
+        if list(tensors_by_move)[: len(self._staged)] == list(self._staged) and self._staged:
             return
         self._staged, end, pairs = {}, 0, []
-        for move, tensors in wanted.items():
+        for move, tensors in tensors_by_move.items():
             targets = []
             for tensor in tensors:
                 targets.append((end, tensor))
@@ -212,8 +215,8 @@ def layer_starts(host: Mapping[int, nn.Module], rows: Sequence[tuple[int, int]])
     for first, last in rows:
         starts.append(end)
         sizes = []
-        for whole in host.values():
-            sizes.append(sum(aligned(tensor.nbytes) for tensor in tensors_of(whole, first, last)))
+        for weight in host.values():
+            sizes.append(sum(aligned(tensor.nbytes) for tensor in tensors_of(weight, first, last)))
         end += max(sizes)
     return starts, end
 
@@ -256,8 +259,8 @@ def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
     return flat.view(like.mT.shape).mT  # in memory by columns
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+def _same_memory(first: Tensor, second: Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
 
 
 # --- a model ----------------------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ def staging_bytes(
         first += _bytes(high)
         moved = max(moved, *map(_bytes, lower))
         for span in spans:
-            moves.append(max(_bytes(whole, *span) for whole in lower))
+            moves.append(max(_bytes(weight, *span) for weight in lower))
     most = sum(sorted(moves)[-layers:])
     return max(0, min(most, int(share * first) - moved))
 

@@ -79,7 +79,9 @@ def check_host(name: str, needed: int) -> None:
     memory = psutil.virtual_memory()
     if needed <= memory.available:
         return
-    said = f"{name} streams {budget.shown(needed)} from host memory, of which {budget.shown(memory.available)} are free"
+    problem = (
+        f"{name} streams {budget.shown(needed)} from host memory, of which {budget.shown(memory.available)} are free"
+    )
     if needed > memory.total:
-        raise NotMeasurable("oom", f"{said}; give a larger --memory, or a machine with more")
-    raise Crowded(f"{said} of {budget.shown(memory.total)}; give a larger --memory, or run less beside it")
+        raise NotMeasurable("oom", f"{problem}; give a larger --memory, or a machine with more")
+    raise Crowded(f"{problem} of {budget.shown(memory.total)}; give a larger --memory, or run less beside it")

@@ -41,11 +41,13 @@ def read(path: Path, model: str, weights: Mapping[int, str], config: Config) -> 
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{where}: no order of layers; {again}") from None
     if of.get("weights") != facts["weights"]:
-        said = f"an order of {whose}, of other weights than {model}'s here (model, quantizer, calibration or path)"
-        raise UserError(f"{where}: {said}; {again}")
+        difference = (
+            f"an order of {whose}, of other weights than {model}'s here (model, quantizer, calibration or path)"
+        )
+        raise UserError(f"{where}: {difference}; {again}")
     if odd := [name for name in HISTOGRAM if of.get(name) != facts[name]]:
-        said = f"{odd[0]} is {of.get(odd[0])} there and {facts[odd[0]]} here"
-        raise UserError(f"{where}: an order of other histograms ({said}); {again}")
+        difference = f"{odd[0]} is {of.get(odd[0])} there and {facts[odd[0]]} here"
+        raise UserError(f"{where}: an order of other histograms ({difference}); {again}")
     return divergences
 
 

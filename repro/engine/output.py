@@ -29,9 +29,9 @@ class TextPiece(str):
 
     def __new__(cls, text: str, tokens: list[int], logprobs: list[float] | None, ended: str) -> "TextPiece":
         """The text and what is known of it."""
-        made = super().__new__(cls, text)
-        made.tokens, made.logprobs, made.ended = tokens, logprobs, ended
-        return made
+        piece = super().__new__(cls, text)
+        piece.tokens, piece.logprobs, piece.ended = tokens, logprobs, ended
+        return piece
 
 
 class TextStream:
@@ -47,12 +47,12 @@ class TextStream:
         """The text that a token completes, and whether a stop string ended it."""
         self.ids.append(token)
         before = self._decode(self.ids[: self.shown])
-        now = self._decode(self.ids)
-        if now.endswith(REPLACEMENT) or len(now) <= len(before):
+        decoded = self._decode(self.ids)
+        if decoded.endswith(REPLACEMENT) or len(decoded) <= len(before):
             return "", False
         self.ids = self.ids[self.shown :]
         self.shown = len(self.ids)
-        text = self.pending + now[len(before) :]
+        text = self.pending + decoded[len(before) :]
         if ends := [text.find(stop) for stop in self.stop if stop in text]:
             self.pending = ""
             return text[: min(ends)], True

@@ -43,15 +43,15 @@ def features(model: Decoder, prompts: Sequence[Sequence[int]]) -> list[tuple[Ten
     together(model, cache, prompts)
     extracted = []
     for row, prompt in enumerate(prompts):
-        both = (part[-1, row, :, : len(prompt)].float().mean(0).cpu() for part in (cache.keys, cache.values))
-        extracted.append(tuple(both))
+        means = (part[-1, row, :, : len(prompt)].float().mean(0).cpu() for part in (cache.keys, cache.values))
+        extracted.append(tuple(means))
     return extracted
 
 
 @torch.no_grad()
 def chosen(scheduler: Scheduler, model: Decoder, prompts: Sequence[Sequence[int]]) -> list[int]:
     """The point of each prompt: tokens at the high precision, which the model's prefill has."""
-    return [POINTS[int(scheduler(*each).argmax())] for each in features(model, prompts)]
+    return [POINTS[int(scheduler(*features_of_prompt).argmax())] for features_of_prompt in features(model, prompts)]
 
 
 def rule_of(point: int) -> Rule:

@@ -74,8 +74,8 @@ class SwitchingSteps(Steps):
         for block in model.blocks:
             self.copies += copies.copies_of(block)
         self.where = {}
-        for each in self.copies:
-            self.where |= {name: (each, i) for i, name in enumerate(each.names)}
+        for weight in self.copies:
+            self.where |= {name: (weight, i) for i, name in enumerate(weight.names)}
         self.widths = list(self.copies[0].at)
         self.staging = getattr(self.copies[0], "staging", None)  # of copies on the host
         self.ahead = True
@@ -92,8 +92,8 @@ class SwitchingSteps(Steps):
         state = super().state(sequences, drawn, scored)
         if sequences == 1:
             self.levels, self._single = None, state
-            for each in self.copies:
-                each.levels = None
+            for weight in self.copies:
+                weight.levels = None
             self.set_bits(dict.fromkeys(self.where, self.widths[0]))
             if self.staging is not None:
                 self.staging.prefetched = self.staging.late = 0  # of this generation
@@ -104,16 +104,16 @@ class SwitchingSteps(Steps):
             self.graphs.clear()  # captured steps read the tensor before
         self.levels = torch.zeros(self._on_device.shape, dtype=torch.int8)
         start = 0
-        for each in self.copies:
-            each.levels = self._on_device[:, start : start + len(each.names)]
-            start += len(each.names)
+        for weight in self.copies:
+            weight.levels = self._on_device[:, start : start + len(weight.names)]
+            start += len(weight.names)
         self._on_device.zero_()
         return state
 
     @property
     def bits(self) -> dict[str, int]:
         """Each layer's width, of a single sequence."""
-        return {name: each.bits[i] for name, (each, i) in self.where.items()}
+        return {name: weight.bits[i] for name, (weight, i) in self.where.items()}
 
     def set_bits(self, bits: Mapping[str, int]) -> None:
         """Give layers their widths, of a single sequence, for the next step that is launched."""
@@ -123,10 +123,10 @@ class SwitchingSteps(Steps):
         if self.recorder is not None:
             self.recorder.wait(self._single, self.bits | bits)
         changed = False
-        for each in self.copies:
-            wanted = [bits.get(name, now) for name, now in zip(each.names, each.bits)]
-            if wanted != each.bits:
-                each.set(wanted)
+        for weight in self.copies:
+            new_bits = [bits.get(name, current) for name, current in zip(weight.names, weight.bits)]
+            if new_bits != weight.bits:
+                weight.set(new_bits)
                 changed = True
         if changed and self._single in self.graphs:
             self._retired = [*self._retired[-1:], self.graphs.pop(self._single)]
@@ -151,15 +151,15 @@ class SwitchingSteps(Steps):
 
     def _bring(self, moved: Mapping[str, int], state: Mapping[str, int]) -> None:
         """Begin to copy the weights of moves from the host, and find where a switch to the state will put them."""
-        wanted = {}
+        by_weight = {}
         for name, width in moved.items():
-            each, layer = self.where[name]
-            wanted[name, width] = each.source(layer, width)
-        self.staging.begin(wanted)
-        for each in self.copies:
-            after = [state[name] for name in each.names]
-            if after != each.bits:
-                each.change(each.bits, after)
+            weight, layer = self.where[name]
+            by_weight[name, width] = weight.source(layer, width)
+        self.staging.begin(by_weight)
+        for weight in self.copies:
+            after = [state[name] for name in weight.names]
+            if after != weight.bits:
+                weight.change(weight.bits, after)
 
     def _begin_next(self) -> None:
         if self.ahead and self._next is not None and self._next != self.bits:
@@ -252,14 +252,14 @@ class Recorder:
             return self._first[1]
         began = time.perf_counter()
         if key in self._begun:
-            made = self._begun.pop(key).result()
+            recorded = self._begun.pop(key).result()
             self.waited.append(self._spent + time.perf_counter() - began)
             self._spent = 0.0
-            return made
-        made = self._thread.submit(self._record, dict(bits), state).result()
+            return recorded
+        recorded = self._thread.submit(self._record, dict(bits), state).result()
         if self._first is None or self._first[0][0] != id(state):
-            self._first = key, made
-        return made
+            self._first = key, recorded
+        return recorded
 
     @torch.inference_mode()
     def _warm(self) -> None:
@@ -267,15 +267,15 @@ class Recorder:
         torch.cuda.set_device(self.model.device)
         self._stream.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(self._stream):
-            for each in copies.copies_of(self.model.blocks[0]):
-                for bits in each.at:
-                    x = torch.zeros(1, each.columns, dtype=self.model.embedding.dtype, device=self.model.device)
-                    for first, end in combinations(range(len(each.names) + 1), 2):
-                        each.part(first, end, bits)(x)
-                        for side in weights.side_streams(len(each.names) - 1):
+            for weight in copies.copies_of(self.model.blocks[0]):
+                for bits in weight.at:
+                    x = torch.zeros(1, weight.columns, dtype=self.model.embedding.dtype, device=self.model.device)
+                    for first, end in combinations(range(len(weight.names) + 1), 2):
+                        weight.part(first, end, bits)(x)
+                        for side in weights.side_streams(len(weight.names) - 1):
                             side.wait_stream(self._stream)
                             with torch.cuda.stream(side):
-                                each.part(first, end, bits)(x)
+                                weight.part(first, end, bits)(x)
             spare = SignalState(1, False, False, self.model.device)  # all of its rows are padding
             for _ in range(2):
                 advance(self.model, self.cache, spare)
@@ -357,8 +357,8 @@ class SwitchingDecoding(Decoding):
     def observe(self, token: int, signal: Sequence[float], steps: SwitchingSteps) -> None:
         """Make the switches that the signals of the sequences that go on lead to."""
         for row in sorted(self.running):
-            if made := self.controllers[row].observe(signal[row], token):
-                steps.switch(row, made)
+            if moves := self.controllers[row].observe(signal[row], token):
+                steps.switch(row, moves)
                 steps.prepare(self.controllers[row].upcoming())
 
     def _prefill(self, steps: SwitchingSteps, chunk: int) -> None:
@@ -486,12 +486,12 @@ class SwitchingCore(Core):
             by_weights: the layers' `divergences` where they are known.
         """
         make = {bits: partial(weights.decoder, lm, context, device, dtype) for bits, lm in models.items()}
-        whole = assembled(make, config)
+        model = assembled(make, config)
         if by_weights is None:
             by_weights = divergences(models, config, original) if config.order in BY_WEIGHTS else {}
         first_order = replace(config, order="model") if config.order == "oracle" else config  # until texts are known
-        ahead = order.moves(by_weights, list(copies.weights_of(whole)), first_order)
-        return cls(name, whole, config, ahead, hub, rule)
+        ahead = order.moves(by_weights, list(copies.weights_of(model)), first_order)
+        return cls(name, model, config, ahead, hub, rule)
 
     def hold(self, bits: Mapping[str, int] | int | None) -> None:
         """Let layers keep these widths in every following single generation, whose rule is not asked; None ends it."""
@@ -504,10 +504,12 @@ class SwitchingCore(Core):
         plain = super()._decoding(ids, new, sampling, seed, scored)
         listens = self.ahead and self.rule is None and self._fixed_bits is None and not self.config.interval
         if listens and self.config.window >= max(plain.limits):
-            said = f"a window of {self.config.window} tokens is longer than the generation of {max(plain.limits)}"
-            raise UserError(f"flexquant: {said}, so that nothing would switch; take a shorter one, or more new tokens")
-        given = plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored
-        return SwitchingDecoding(*given, controllers=self._controllers(len(ids)), fixed_bits=self._fixed_bits)
+            problem = f"a window of {self.config.window} tokens is longer than the generation of {max(plain.limits)}"
+            raise UserError(
+                f"flexquant: {problem}, so that nothing would switch; take a shorter one, or more new tokens"
+            )
+        arguments = plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored
+        return SwitchingDecoding(*arguments, controllers=self._controllers(len(ids)), fixed_bits=self._fixed_bits)
 
     def _check_count(self, count: int) -> None:
         """UserError for several sequences, each in its own state, where the device has the weights of one state."""
@@ -609,8 +611,8 @@ def _next_logits(
     live = [token < len(output) for output in outputs]
     ids = torch.tensor([output[token - 1] if on else 0 for output, on in zip(outputs, live)], device=device)
     rows = torch.tensor([row if on else -1 for row, on in enumerate(live)], dtype=int32, device=device)
-    at = [len(prompt) + token - 1 if on else 0 for prompt, on in zip(prompts, live)]
-    positions = torch.tensor(at, dtype=int32, device=device)
+    last_positions = [len(prompt) + token - 1 if on else 0 for prompt, on in zip(prompts, live)]
+    positions = torch.tensor(last_positions, dtype=int32, device=device)
     tokens = Tokens(ids, rows, positions, positions, positions + 1)
     return steps.model.head(step(steps.model, steps.cache, tokens))
 
@@ -644,7 +646,7 @@ def output_divergences(
         for layer in layers:
             widths = dict.fromkeys(layers, path[0]) | {layer: bits}
             ours = _predictions(copies.static(model, widths), texts, lengths)
-            nats = [kl_divergence(theirs, own).mean() for theirs, own in zip(reference, ours)]
+            nats = [kl_divergence(theirs, of_copy).mean() for theirs, of_copy in zip(reference, ours)]
             divergence[bits][layer] = float(torch.stack(nats).mean())
     return divergence
 

@@ -45,7 +45,7 @@ def packed(prompts: Sequence[Sequence[int]], first: int, device: torch.device) -
         ids.append(torch.as_tensor(prompt, dtype=torch.int64))
         rows.append(torch.full((len(prompt),), row, dtype=torch.int32))
         slots.append(torch.arange(len(prompt), dtype=torch.int32))
-    ids, rows, slots = (torch.cat(each).to(device) for each in (ids, rows, slots))
+    ids, rows, slots = (torch.cat(parts).to(device) for parts in (ids, rows, slots))
     return Tokens(ids, rows, slots, slots, slots + 1)
 
 

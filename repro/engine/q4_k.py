@@ -72,8 +72,8 @@ class Q4K(nn.Module):
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """`[N, K]`, dequantized."""
-        whole = planes.dense(self.codes, self.headers, self.zigzag, torch.float32)
-        return whole[self.start : self.end].to(dtype)
+        dense = planes.dense(self.codes, self.headers, self.zigzag, torch.float32)
+        return dense[self.start : self.end].to(dtype)
 
     def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
         """The product for many calls of so many tokens, without dequantizing at each."""
@@ -88,7 +88,7 @@ class Q4K(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def made(weights: Sequence[Q4KWeight], bias: Tensor | None, device: torch.device) -> Q4K | None:
+def product_of(weights: Sequence[Q4KWeight], bias: Tensor | None, device: torch.device) -> Q4K | None:
     """The product of layers that share their input; None where their rows do not lie one behind the other in planes."""
     in_rows = weights[0].layout == "row"
     if in_rows:
@@ -97,7 +97,7 @@ def made(weights: Sequence[Q4KWeight], bias: Tensor | None, device: torch.device
         return Q4K(codes.to(device), headers.to(device), 0, len(rows), False, bias)
     owners = {id(weight.owner or weight) for weight in weights}
     if len(weights) > 1 and len(owners) == 1:
-        follow = all(one.end == after.start for one, after in zip(weights, weights[1:]))
+        follow = all(first_weight.end == next_weight.start for first_weight, next_weight in zip(weights, weights[1:]))
         if not follow:
             return None
         parts = [weights[0]]

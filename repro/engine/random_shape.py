@@ -50,17 +50,21 @@ def random_decoder(recipe: Recipe, config: Any, context: int, device: torch.devi
             parts = []
             for number, size in enumerate(shared):  # each layer has split channels of its own
                 split = split_columns(grid, names[number], columns, config.num_hidden_layers)
-                own = None if bias is None else bias.split(shared)[number].contiguous()
-                parts.append(two_bit.random(size, columns, split, grid.act_bits, own, device, dtype))
+                part_of_bias = None if bias is None else bias.split(shared)[number].contiguous()
+                parts.append(two_bit.random(size, columns, split, grid.act_bits, part_of_bias, device, dtype))
                 stored += stored_bytes(size, columns if split is None else len(split.index), split is not None)
             return parts[0] if len(parts) == 1 else weights.joined(parts)
         if hasattr(grid, "layout"):
-            made = q4_k.random(rows, columns, grid.layout != "row", bias, device)
-            stored += made.codes.nbytes + made.headers.nbytes
-            return made if weights.runs_q4_k(device, dtype) or device.type == "meta" else made.expanded(2, dtype)
+            random_product = q4_k.random(rows, columns, grid.layout != "row", bias, device)
+            stored += random_product.codes.nbytes + random_product.headers.nbytes
+            return (
+                random_product
+                if weights.runs_q4_k(device, dtype) or device.type == "meta"
+                else random_product.expanded(2, dtype)
+            )
         packed = random_weight(rows, columns, grid, device)
         stored += (rows * columns * grid.bits + rows * packed.groups * (16 + (0 if grid.symmetric else grid.bits))) // 8
-        made_here = weights.made(packed, bias, dtype)
+        made_here = weights.packed_product(packed, bias, dtype)
         start = 0
         starts = []
         tensors = []
@@ -117,12 +121,12 @@ def shape_recipe(recipe: Recipe) -> tuple[Any, float, spear.Config | None]:
     sparse = len(configs) == 2 and hasattr(grid, "layout") and hasattr(configs[1], "sparsity")
     compensates = len(configs) == 2 and hasattr(grid, "symmetric") and isinstance(configs[1], spear.Config)
     if not quantizes or not (len(configs) < 2 or sparse or compensates):
-        said = "name one weight quantizer, fp16, q4_k with spqt behind it, or bitbybit at w2a2 or w2a16 in groups of 32"
-        raise UserError(f"recipe {recipe.name!r}: a shape has random weights; {said}")
+        hint = "name one weight quantizer, fp16, q4_k with spqt behind it, or bitbybit at w2a2 or w2a16 in groups of 32"
+        raise UserError(f"recipe {recipe.name!r}: a shape has random weights; {hint}")
     if compensates:
         ecs = configs[1]
         if not ecs.rank or not (ecs.placement == "full" or (ecs.placement == "random" and ecs.k_share)):
-            said = "give spear a rank, and placement=full, or placement=random and a k_share"
-            raise UserError(f"recipe {recipe.name!r}: a shape has random weights, whose damage says nothing; {said}")
+            hint = "give spear a rank, and placement=full, or placement=random and a k_share"
+            raise UserError(f"recipe {recipe.name!r}: a shape has random weights, whose damage says nothing; {hint}")
         return grid, 0.0, ecs
     return grid, configs[1].sparsity if sparse else 0.0, None

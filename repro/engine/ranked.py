@@ -65,12 +65,12 @@ Policy = Callable[[Proposals, int], np.ndarray]  # from what is there and the ro
 def level_by_level(depth: int, beam: int) -> Policy:
     """EAGLE-2: the root, then `depth` times the best `beam` children of the level before."""
 
-    def following(proposals: Proposals, turn: int) -> np.ndarray:
-        if turn == 0:
+    def following(proposals: Proposals, level: int) -> np.ndarray:
+        if level == 0:
             return np.array([ROOT])
-        if turn > depth:
+        if level > depth:
             return np.array([], dtype=np.int64)
-        last = np.flatnonzero(proposals.depths == turn)
+        last = np.flatnonzero(proposals.depths == level)
         order = np.argsort(-proposals.scores[last], kind="stable")[:beam]
         return np.sort(last[order])
 
@@ -80,11 +80,11 @@ def level_by_level(depth: int, beam: int) -> Policy:
 def best_first(budget: int, batch: int, rounds: int) -> Policy:
     """SpecExec: of those among the best `budget` that are not expanded, the best `batch`; at most `rounds` times."""
 
-    def following(proposals: Proposals, turn: int) -> np.ndarray:
-        if turn == rounds:
+    def following(proposals: Proposals, level: int) -> np.ndarray:
+        if level == rounds:
             return np.array([], dtype=np.int64)
-        kept = proposals.best(budget)
-        waiting = kept[proposals.slots[kept] < 0]
+        best = proposals.best(budget)
+        waiting = best[proposals.slots[best] < 0]
         order = np.argsort(-proposals.scores[waiting], kind="stable")[:batch]
         return np.sort(waiting[order])
 
@@ -132,16 +132,16 @@ class RankedTree:
     def grow(self, evaluate: Evaluate) -> Proposals:
         """Propose nodes until the policy has no more to expand, and keep the best."""
         proposals = Proposals(self._root)
-        turn = 0
-        while len(chosen := self.policy(proposals, turn)):
+        level = 0
+        while len(chosen := self.policy(proposals, level)):
             proposals.take_slots(chosen)
             logits = evaluate(self._expanded(proposals, chosen), chosen, proposals.parents[chosen])
             chances = (logits.float() / self.temperature).log_softmax(1)
             best, tokens = chances.topk(min(self.children, chances.shape[1]), dim=1)
             gains = best.double().cpu().numpy() + np.log(self.decay)
             proposals.add(chosen, tokens.cpu().numpy(), gains)
-            turn += 1
-        self.depth = turn
+            level += 1
+        self.depth = level
         self._keep(proposals)
         return proposals
 
@@ -167,17 +167,17 @@ class RankedTree:
         return Tokens(ids, torch.zeros_like(slots), start + depths, slots, lengths, mask.to(self.device), start)
 
     def _keep(self, proposals: Proposals) -> None:
-        kept = proposals.best(self.size - 1)
+        best = proposals.best(self.size - 1)
         number_of = np.full(len(proposals), -1, dtype=np.int64)
-        number_of[kept] = np.arange(len(kept))
+        number_of[best] = np.arange(len(best))
         parents = np.arange(self.size)
-        parents[: len(kept)] = number_of[proposals.parents[kept]]
+        parents[: len(best)] = number_of[proposals.parents[best]]
         tokens, depths = np.zeros(self.size, dtype=np.int64), np.zeros(self.size, dtype=np.int32)
-        tokens[: len(kept)], depths[: len(kept)] = proposals.tokens[kept], proposals.depths[kept]
+        tokens[: len(best)], depths[: len(best)] = proposals.tokens[best], proposals.depths[best]
         self.slots[:] = -1
-        self.slots[: len(kept)] = proposals.slots[kept]
-        for own, values in ((self.ids, tokens), (self.parents, parents), (self._depths, depths)):
-            own.copy_(torch.from_numpy(values))
+        self.slots[: len(best)] = proposals.slots[best]
+        for destination, values in ((self.ids, tokens), (self.parents, parents), (self._depths, depths)):
+            destination.copy_(torch.from_numpy(values))
         self._mask.copy_(torch.from_numpy(ancestors(parents)))
 
 

@@ -38,9 +38,9 @@ def gpus_for(ranks: int) -> None:
     Raises:
         NotMeasurable: it does not.
     """
-    seen = torch.cuda.device_count()
-    if seen < ranks:
-        said = f"tensor parallelism over {ranks} ranks needs {ranks} GPUs, and {seen} can be seen here"
+    visible = torch.cuda.device_count()
+    if visible < ranks:
+        said = f"tensor parallelism over {ranks} ranks needs {ranks} GPUs, and {visible} can be seen here"
         raise NotMeasurable("unsupported", f"{said}; run it without --gpus on a machine that has them")
 
 
@@ -111,11 +111,11 @@ def main(folder: Path, rank: int) -> int:
         status = error.status if isinstance(error, NotMeasurable) else ""
         if "OutOfMemory" in type(error).__name__:
             status = "oom"
-        said = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 400)
+        reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 400)
         if isinstance(error, UserError):
-            said = str(error)
+            reason = str(error)
         kind = "UserError" if isinstance(error, UserError) else type(error).__name__
-        words = {"rank": rank, "status": status, "kind": kind, "said": said}
+        words = {"rank": rank, "status": status, "kind": kind, "said": reason}
         write_text(folder / FAILED.format(rank=rank), json.dumps(words))
         sys.stderr.flush()
         os._exit(1)  # a communicator whose peers are gone would be waited for

@@ -29,8 +29,8 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.new_tokens < 1 or self.arrival < 0:
-            said = f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new ones, arrival {self.arrival}"
-            raise UserError(f"request {self.number}: {said}; one token of each at least, an arrival of 0 or later")
+            problem = f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new ones, arrival {self.arrival}"
+            raise UserError(f"request {self.number}: {problem}; one token of each at least, an arrival of 0 or later")
 
 
 class Running:
@@ -144,8 +144,8 @@ class LatencyTable:
 
     def padded(self, tokens: int) -> int:
         """The number of tokens that an iteration of so many is computed as."""
-        at = bisect_left(self.sizes, tokens)
-        return self.sizes[at] if at < len(self.sizes) else tokens
+        index = bisect_left(self.sizes, tokens)
+        return self.sizes[index] if index < len(self.sizes) else tokens
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class LatencyTarget:
 
     def __post_init__(self) -> None:
         if self.target <= 0 or not 1 <= self.least <= self.most:
-            said = f"a target of {self.target} ms, chunks of {self.least} tokens up to {self.most} of an iteration"
-            raise UserError(f"{said}; the target must be positive, and 1 <= least <= most")
+            problem = f"a target of {self.target} ms, chunks of {self.least} tokens up to {self.most} of an iteration"
+            raise UserError(f"{problem}; the target must be positive, and 1 <= least <= most")
 
     def predicted(self, decodes: int, chunk: int) -> float:
         """Milliseconds of an iteration as the rule prices it."""
@@ -217,39 +217,39 @@ class Scheduler:
 
     def next(self) -> Batch | None:
         """The tokens of the next iteration; None where nothing waits and nothing runs."""
-        decodes = [one for one in self.running if one.decodes]
+        decodes = [running for running in self.running if running.decodes]
         left = self.policy.chunk(len(decodes))
         chunks = []
-        for one in self.running:  # prompts that have begun, in the order of their arrival
-            if left > 0 and not one.decodes:
-                chunk = self._chunk(one, left)
+        for running in self.running:  # prompts that have begun, in the order of their arrival
+            if left > 0 and not running.decodes:
+                chunk = self._chunk(running, left)
                 chunks.append(chunk)
                 left -= chunk.count
         while left > 0 and self.waiting and self.free:
-            one = Running(self.waiting.popleft(), self.free.pop())
-            self.running.append(one)
-            chunk = self._chunk(one, left)
+            running = Running(self.waiting.popleft(), self.free.pop())
+            self.running.append(running)
+            chunk = self._chunk(running, left)
             chunks.append(chunk)
             left -= chunk.count
         return Batch(decodes, chunks) if decodes or chunks else None
 
     def finish(self, batch: Batch, now: float) -> list[Running]:
         """Note that an iteration is over at a time in seconds; the requests that it ended."""
-        for one in batch.decodes:
-            one.times.append(now)
+        for running in batch.decodes:
+            running.times.append(now)
         for chunk in batch.chunks:
             chunk.running.prefilled += chunk.count
             if chunk.ends_prompt:
                 chunk.running.times.append(now)
-        ended = [one for one in self.running if one.done]
-        for one in ended:
-            self.running.remove(one)
-            self.free.append(one.row)
+        ended = [running for running in self.running if running.done]
+        for running in ended:
+            self.running.remove(running)
+            self.free.append(running.row)
         return ended
 
-    def _chunk(self, one: Running, most: int) -> Chunk:
+    def _chunk(self, running: Running, most: int) -> Chunk:
         """The next tokens of a prompt."""
-        return Chunk(one, one.prefilled, min(most, one.request.prompt_tokens - one.prefilled))
+        return Chunk(running, running.prefilled, min(most, running.request.prompt_tokens - running.prefilled))
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
@@ -320,8 +320,8 @@ def serve(
         iteration(batch)
         now = clock.now()
         served.iterations.append((len(batch.decodes), batch.tokens - len(batch.decodes), now - began))
-        for one in scheduler.finish(batch, now):
-            ended[one.request.number] = one
+        for running in scheduler.finish(batch, now):
+            ended[running.request.number] = running
     for request in sorted(requests, key=lambda request: request.number):
         times = ended[request.number].times
         served.first.append(times[0] - request.arrival)

@@ -115,9 +115,9 @@ class MixedSteps:
         """An iteration of the first `size` tokens of what is given."""
         most = self.sizes[-1]
         ids, rows, slots = (self.given[number * most : number * most + size] for number in range(3))
-        wanted = self.given[3 * most :].long().clamp(max=size - 1)
+        last_positions = self.given[3 * most :].long().clamp(max=size - 1)
         hidden = step(self.model, self.cache, Tokens(ids.long(), rows, slots, slots, slots + 1))
-        self.following.copy_(on(self.model.device, argmax)(self.model.head(hidden[wanted])))
+        self.following.copy_(on(self.model.device, argmax)(self.model.head(hidden[last_positions])))
 
 
 class Iterations:
@@ -142,13 +142,13 @@ class Iterations:
         slots: list[int] = []
         last: list[int] = []
         follows = []
-        for one in batch.decodes:
-            made = self.tokens[one.request.number]
+        for running in batch.decodes:
+            tokens = self.tokens[running.request.number]
             last.append(len(ids))
-            follows.append(made)
-            ids.append(made[-1])
-            rows.append(one.row)
-            slots.append(one.request.prompt_tokens + len(made) - 1)
+            follows.append(tokens)
+            ids.append(tokens[-1])
+            rows.append(running.row)
+            slots.append(running.request.prompt_tokens + len(tokens) - 1)
         for chunk in batch.chunks:
             number = chunk.running.request.number
             end = chunk.start + chunk.count
@@ -158,8 +158,8 @@ class Iterations:
             if chunk.ends_prompt:
                 last.append(len(ids) - 1)
                 follows.append(self.tokens[number])
-        for made, token in zip(follows, self.steps(ids, rows, slots, last)):
-            made.append(token)
+        for tokens, token in zip(follows, self.steps(ids, rows, slots, last)):
+            tokens.append(token)
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------
@@ -219,14 +219,14 @@ def measured_products(
                 product = getattr(block, name)
                 alike.setdefault((name, compensators(product)), []).append(product)
     columns = {name: size for name, (_, size) in layer_sizes(models[0].config).items()}
-    found: dict[tuple[str, int], dict[int, float]] = {}
+    microseconds: dict[tuple[str, int], dict[int, float]] = {}
     for (name, number), products in sorted(alike.items()):
-        found[name, number] = {}
+        microseconds[name, number] = {}
         for size in sizes:
             like = models[0].embedding
             x = torch.randn(size, columns[name], dtype=like.dtype, device=like.device)
-            found[name, number][size] = _milliseconds(products[:most], x, repeats) / len(products[:most])
-    return found
+            microseconds[name, number][size] = _milliseconds(products[:most], x, repeats) / len(products[:most])
+    return microseconds
 
 
 @torch.inference_mode()
@@ -260,13 +260,13 @@ def measured_iterations(
     Args:
         decodes: at most so many of the tokens are decoded, each behind `context` others; the rest are one prompt's.
     """
-    found = {}
+    milliseconds = {}
     for size in sizes:
         first = min(size, decodes)
         rows = [*range(first), *[first] * (size - first)]
         slots = [*[context] * first, *range(size - first)]
-        found[size] = _median(partial(steps, [1] * size, rows, slots, range(first)), repeats)
-    return found
+        milliseconds[size] = _median(partial(steps, [1] * size, rows, slots, range(first)), repeats)
+    return milliseconds
 
 
 def _median(call: Callable[[], object], repeats: int) -> float:

@@ -66,8 +66,8 @@ def masks_of(lm: LowBitModel, windows: Tensor) -> dict[str, Masks]:
             layers[kind, number] = layer.linear if isinstance(layer, SparseLinear) else layer
             by_kind.setdefault(kind, []).append([])
 
-    def note(at: tuple[str, int], x: Tensor) -> None:
-        kind, number = at
+    def note(key: tuple[str, int], x: Tensor) -> None:
+        kind, number = key
         by_kind[kind][number].append((x != 0).flatten(0, -2).cpu())
 
     with each_input(layers, note):
@@ -75,26 +75,26 @@ def masks_of(lm: LowBitModel, windows: Tensor) -> dict[str, Masks]:
             lm.model.base_model(window[None], use_cache=False)
     masks = {}
     for kind, by_block in by_kind.items():
-        kept = [torch.cat(parts) for parts in by_block]
-        shares = [part.float().mean() for part in kept]
-        masks[kind] = Masks(kept, float(torch.stack(shares).mean()))
+        all_masks = [torch.cat(parts) for parts in by_block]
+        shares = [part.float().mean() for part in all_masks]
+        masks[kind] = Masks(all_masks, float(torch.stack(shares).mean()))
     return masks
 
 
 def listed_alike(model: Decoder, masks: Mapping[str, Masks]) -> Decoder:
     """A shape with thresholds, every product of which reads a list made of masks."""
     generator = torch.Generator().manual_seed(0)
-    made = []
+    lists = []
     for number, block in enumerate(model.blocks):
         depth = number / len(model.blocks)
         products = {}
-        for kind, own in masks.items():
-            kept = own.kept[int(depth * len(own.kept))]
+        for kind, masks_of_kind in masks.items():
+            mask = masks_of_kind.kept[int(depth * len(masks_of_kind.kept))]
             sparse = getattr(block, kind)
-            active = list_of(kept, own.share, inputs_of(block, kind), generator)
+            active = list_of(mask, masks_of_kind.share, inputs_of(block, kind), generator)
             products[kind] = Listed(sparse, active.to(model.device))
-        made.append(replace(block, **products))
-    return replace(model, blocks=tuple(made))
+        lists.append(replace(block, **products))
+    return replace(model, blocks=tuple(lists))
 
 
 def inputs_of(block: Block, kind: str) -> int:
@@ -103,10 +103,10 @@ def inputs_of(block: Block, kind: str) -> int:
     return product.codes.shape[1]
 
 
-def list_of(kept: Tensor, share: float, columns: int, generator: torch.Generator) -> Tensor:
+def list_of(masks: Tensor, share: float, columns: int, generator: torch.Generator) -> Tensor:
     """active int32 `[columns + 1]` of masks of tokens bool `[T, K]`, as many inputs as the share says."""
-    tokens = torch.randperm(len(kept), generator=generator)[: -(-columns // kept.shape[1])]
-    mask = kept[tokens].flatten()[:columns].clone()
+    tokens = torch.randperm(len(masks), generator=generator)[: -(-columns // masks.shape[1])]
+    mask = masks[tokens].flatten()[:columns].clone()
     surplus = int(mask.sum()) - round(share * columns)
     able = (mask if surplus > 0 else ~mask).nonzero()[:, 0]
     changed = able[torch.randperm(len(able), generator=generator)[: abs(surplus)]]

@@ -54,5 +54,5 @@ def wrapped(block: Block) -> Block:
 def thresholded(block: Block, sparsity: float) -> Block:
     """An observed block with a threshold for each product."""
     products = {name: getattr(block, name) for name in LAYERS}
-    made = {name: SparseInputs(one.product, one.threshold(sparsity)) for name, one in products.items()}
-    return replace(block, **made)
+    sparse = {name: SparseInputs(product.product, product.threshold(sparsity)) for name, product in products.items()}
+    return replace(block, **sparse)

@@ -93,7 +93,7 @@ class Random:
     def substitute(self, names: Sequence[str], draft: subspec.Config) -> nn.Module:
         """A product of packed codes."""
         packed = random_weight(*self._shape(names), Format(draft), self.device)
-        return weights.made(packed, self._bias(names), self.dtype)
+        return weights.packed_product(packed, self._bias(names), self.dtype)
 
 
 class Format:
@@ -123,12 +123,12 @@ def offloaded(
     from transformers import AutoModelForCausalLM
 
     packed = device.type == "cpu" or dtype != torch.float32
-    own = limits.reserved(device), packed, device.type == "cuda"
+    facts = limits.reserved(device), packed, device.type == "cuda"
     second = 0  # of the draft's own prefill: its cache, and a block that is dequantized
     if isinstance(draft, Apart):
         apart = budget.EngineMemory(config, context, dtype, draft)
         second = apart.cache_bytes + apart.block_bytes
-    plan = budget.plan(name, config, context, dtype, amount - second, draft, *own, target=grid)
+    plan = budget.plan(name, config, context, dtype, amount - second, draft, *facts, target=grid)
     limits.check_host(name, plan.streamed_bytes)
     limits.limit(device, amount)
     with torch.device("meta"):
@@ -161,9 +161,9 @@ def with_own_draft(
     if small is not None:
         small = copy.deepcopy(small)
         small.vocab_size = config.vocab_size
-    taken = own_draft_bytes(config, draft, small, context, dtype)
+    draft_bytes = own_draft_bytes(config, draft, small, context, dtype)
     where = limits.reserved(device), True, device.type == "cuda"
-    plan = budget.plan(name, config, slots, dtype, amount, None, *where, own_draft=taken)
+    plan = budget.plan(name, config, slots, dtype, amount, None, *where, own_draft=draft_bytes)
     limits.check_host(name, plan.streamed_bytes)
     limits.limit(device, amount)
     with torch.device("meta"):
@@ -187,11 +187,11 @@ def own_draft_bytes(config: Any, draft: Small | Eagle2, small: Any, context: int
     verifying = budget.pass_bytes(config, dtype, draft.nodes) - budget.pass_bytes(config, dtype)
     logits = draft.width * config.vocab_size * (dtype.itemsize + 12)
     if small is None:
-        one = copy.deepcopy(config)
-        one.num_hidden_layers = 1
-        parts = budget.EngineMemory(one, context + draft.room, dtype).parts(1)
-        own = parts["resident blocks"] + parts["cache"] + 2 * config.hidden_size**2 * dtype.itemsize
-        return own + verifying + logits
+        draft_config = copy.deepcopy(config)
+        draft_config.num_hidden_layers = 1
+        parts = budget.EngineMemory(draft_config, context + draft.room, dtype).parts(1)
+        draft_bytes = parts["resident blocks"] + parts["cache"] + 2 * config.hidden_size**2 * dtype.itemsize
+        return draft_bytes + verifying + logits
     layers = small.num_hidden_layers
     memory = budget.EngineMemory(small, context + draft.slots, dtype)
     return sum(memory.parts(layers).values()) + memory.overhead(layers) + verifying + logits

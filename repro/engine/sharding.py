@@ -45,8 +45,8 @@ def local_config(config: Any, ranks: int) -> Any:
     heads = config.num_key_value_heads
     of_a_rank = -(-heads // ranks)
     if (ranks - 1) * of_a_rank >= heads:
-        said = f"the model has {heads} key-value heads, and the last rank would have none of them; give fewer ranks"
-        raise UserError(f"tensor parallelism over {ranks} ranks: {said}")
+        problem = f"the model has {heads} key-value heads, and the last rank would have none of them; give fewer ranks"
+        raise UserError(f"tensor parallelism over {ranks} ranks: {problem}")
     local = copy.deepcopy(config)
     local.head_dim = head_size(config)
     local.num_key_value_heads = of_a_rank
@@ -105,10 +105,10 @@ def joined(parts: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
 
 def picked(tensor: Tensor, index: Tensor, dim: int) -> Tensor:
     """The slices of a tensor that an index names, zeros for `NONE`."""
-    taken = tensor.index_select(dim, index.clamp(min=0))
+    selected = tensor.index_select(dim, index.clamp(min=0))
     shape = [1] * tensor.ndim
     shape[dim] = len(index)
-    return taken.masked_fill((index == NONE).view(shape), 0)
+    return selected.masked_fill((index == NONE).view(shape), 0)
 
 
 def of_outputs(product: nn.Module, index: Tensor) -> nn.Module:
@@ -117,7 +117,7 @@ def of_outputs(product: nn.Module, index: Tensor) -> nn.Module:
         bias = None if product.bias is None else picked(product.bias, index, 0)
         return Dense(picked(product.weight, index, 0), bias)
     if isinstance(product, Packed) and product.order is None:
-        codes, scales, zeros = (picked(one, index, 0) for one in unpack(product.packed))
+        codes, scales, zeros = (picked(tensor, index, 0) for tensor in unpack(product.packed))
         packed = product.packed
         part = pack(codes, scales, None if packed.symmetric else zeros, packed.bits, packed.group)
         return Packed(part, None if product.bias is None else picked(product.bias, index, 0), None)
@@ -154,7 +154,7 @@ def of_inputs(product: nn.Module, index: Tensor) -> nn.Module:
         columns = picked(product.down[:, :, : product.product.packed.columns], index, 2)
         padded = columns.new_zeros(*columns.shape[:2], len(index) + -len(index) % 16)
         padded[:, :, : len(index)] = columns
-        made = PackedCompensators(padded, product.gates, product.scales, product.up, product.spans)
-        return Compensated(of_inputs(product.product, index), made)
-    said = "has no part of its inputs; take 16 bits, or 4 bits with one group a row"
-    raise UserError(f"tensor parallelism: a product of {type(product).__name__} {said}")
+        compensators = PackedCompensators(padded, product.gates, product.scales, product.up, product.spans)
+        return Compensated(of_inputs(product.product, index), compensators)
+    problem = "has no part of its inputs; take 16 bits, or 4 bits with one group a row"
+    raise UserError(f"tensor parallelism: a product of {type(product).__name__} {problem}")

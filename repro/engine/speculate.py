@@ -163,16 +163,16 @@ class Accepted(NamedTuple):
     bonus: int
 
 
-def accepted(ids: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> Accepted:
-    """Follow a tree from its root as long as a child is what the target says.
+def accepted(ids: Sequence[int], parents: Sequence[int], targets_choice: Sequence[int]) -> Accepted:
+    """Follow a tree from its root as long as a child is the target's choice.
 
     Args:
         ids, parents: of the nodes; the root is node 0.
-        said: the target's token after each node: its greedy choice, or one drawn from its distribution. A child is
-            accepted only where it equals that token, so that what is emitted is what the target says.
+        targets_choice: the target's token after each node: its greedy choice, or one sampled from its distribution. A
+            child is accepted only if it equals that token, so the emitted text is the target's.
     """
     children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, ids)) if node > 0}
     path = [0]
-    while (following := children.get((path[-1], said[path[-1]]))) is not None:
+    while (following := children.get((path[-1], targets_choice[path[-1]]))) is not None:
         path.append(following)
-    return Accepted(path, said[path[-1]])
+    return Accepted(path, targets_choice[path[-1]])

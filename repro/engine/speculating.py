@@ -109,17 +109,17 @@ class Speculating(Core):
             batch.drafter.capture(self._pool)
         self.batch, turn = batch, None
         try:
-            for given in super()._run(batch):
+            for piece in super()._run(batch):
                 turn = self._turn
-                yield given
+                yield piece
         finally:
             if turn is self._turn:
                 self.stats = self._ended(batch)
 
     def _ended(self, batch: Decoding) -> DraftedStats:
         """The stats of the generation that has just ended."""
-        known = {name: getattr(self.stats, name) for name in Stats.__dataclass_fields__}
+        fields = {name: getattr(self.stats, name) for name in Stats.__dataclass_fields__}
         if not isinstance(batch, Drafted):
-            return DraftedStats(**known)
+            return DraftedStats(**fields)
         lengths = batch.lengths
-        return DraftedStats(**known, iterations=len(lengths), acceptance_length=sum(lengths) / len(lengths))
+        return DraftedStats(**fields, iterations=len(lengths), acceptance_length=sum(lengths) / len(lengths))

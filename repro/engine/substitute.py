@@ -45,8 +45,8 @@ class Loaded:
             with in_layer(name):
                 weight = self.lm.model.get_submodule(name).weight.data.to(self.device)
                 codes[name] = hqq(weight, quantizer)
-        own = replace(self.lm, weights=codes, attachments={})
-        return weights.product(own, names, self.device, self.dtype)
+        compressed = replace(self.lm, weights=codes, attachments={})
+        return weights.product(compressed, names, self.device, self.dtype)
 
     def streamed(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a product, the weight on the CPU.
@@ -115,8 +115,8 @@ def decoders(
     if not draft:
         return target, None
     drafting = list(target.blocks)
-    for number, own in substitutes.items():
-        drafting[number] = replace(target.blocks[number], **own)
+    for number, substitute in substitutes.items():
+        drafting[number] = replace(target.blocks[number], **substitute)
     return target, replace(target, blocks=tuple(drafting), streams=False)
 
 
@@ -135,8 +135,8 @@ def draft_of(lm: LowBitModel, target: Decoder, config: subspec.Config) -> Decode
     source = Loaded(lm, target.device, target.embedding.dtype)
     drafting: list[Block] = []
     for name, block in zip(blocks(lm.model), target.blocks):
-        own = {}
+        substitutes = {}
         for kind, layers in weights.LAYERS.items():
-            own[kind] = source.substitute([f"{name}.{layer}" for layer in layers], config)
-        drafting.append(replace(block, **own))
+            substitutes[kind] = source.substitute([f"{name}.{layer}" for layer in layers], config)
+        drafting.append(replace(block, **substitutes))
     return replace(target, blocks=tuple(drafting))

@@ -44,9 +44,9 @@ class Inputs:
 class OnQuantized(nn.Module):
     """A product of inputs `[T, K]` that are quantized as they come."""
 
-    def __init__(self, product: nn.Module, taken: Inputs) -> None:
+    def __init__(self, product: nn.Module, quantized_inputs: Inputs) -> None:
         super().__init__()
-        self.product, self.taken = product, taken
+        self.product, self.taken = product, quantized_inputs
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(self.taken(x))
@@ -65,12 +65,16 @@ class W2A2(nn.Module):
         bias: `[N]`.
     """
 
-    def __init__(self, units: Tensor, factors: Tensor, groups: int, taken: Inputs, bias: Tensor | None) -> None:
+    def __init__(
+        self, units: Tensor, factors: Tensor, groups: int, quantized_inputs: Inputs, bias: Tensor | None
+    ) -> None:
         super().__init__()
-        self.groups, self.taken = groups, taken
+        self.groups, self.taken = groups, quantized_inputs
         self.register_buffer("units", units)
         self.register_buffer("factors", factors)
-        index = None if taken.columns is None else taken.columns.index.to(units.device, torch.int32)
+        index = (
+            None if quantized_inputs.columns is None else quantized_inputs.columns.index.to(units.device, torch.int32)
+        )
         self.register_buffer("index", index)
         self.register_buffer("bias", bias)
 
@@ -96,8 +100,8 @@ class W2A2(nn.Module):
     def weight(self, dtype: torch.dtype) -> Tensor:
         """`[N, K]`, dequantized; of a split channel the sum of its columns."""
         columns = self.taken.columns
-        whole = form.dequantize(self.units, self.factors, self.groups)
-        return (whole if columns is None else columns.joined(whole)).to(dtype)
+        dense = form.dequantize(self.units, self.factors, self.groups)
+        return (dense if columns is None else columns.joined(dense)).to(dtype)
 
     def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
         """The product for many calls of so many tokens, without dequantizing at each."""
@@ -119,10 +123,10 @@ def can_join(products: Sequence[nn.Module]) -> bool:
 def merged_buffer(products: Sequence[nn.Module], name: str) -> Tensor:
     """A buffer of all products, one behind another in one tensor, of which theirs become parts."""
     parts = [getattr(product, name) for product in products]
-    whole = torch.cat(parts)
-    for product, part in zip(products, whole.split([len(part) for part in parts])):
+    merged = torch.cat(parts)
+    for product, part in zip(products, merged.split([len(part) for part in parts])):
         setattr(product, name, part)
-    return whole
+    return merged
 
 
 class Wide(nn.Module):
@@ -151,15 +155,15 @@ def _dense(weight: Tensor, bias: Tensor | None) -> nn.Module:
     return Dense(weight, bias)
 
 
-def taken_by(own: dict[str, Attachment], linear: nn.Linear) -> Inputs | None:
-    """How a layer's inputs are quantized; the attachment is taken out of `own`, by kind. None where they are not."""
-    for kind, one in own.items():
-        if getattr(module_of(one.step), "attached", None) is inputs.attached and "bits" in one.numbers:
-            grid = inputs.grid_of(one.numbers)
+def taken_by(attached: dict[str, Attachment], linear: nn.Linear) -> Inputs | None:
+    """How a layer's inputs are quantized, None if they are not; removes that attachment from `attached`."""
+    for kind, attachment in attached.items():
+        if getattr(module_of(attachment.step), "attached", None) is inputs.attached and "bits" in attachment.numbers:
+            grid = inputs.grid_of(attachment.numbers)
             columns = None
-            if "index" in one.tensors:
-                columns = Columns.of(one.tensors["index"], linear.in_features, grid.group)
-            del own[kind]
+            if "index" in attachment.tensors:
+                columns = Columns.of(attachment.tensors["index"], linear.in_features, grid.group)
+            del attached[kind]
             return Inputs(grid, columns)
     return None
 
@@ -172,8 +176,12 @@ def key_of(weight: Any) -> tuple | None:
     return weight.bits, weight.shift, weight.delta, weight.group, index
 
 
-def made(
-    weights: Sequence[Any], taken: Inputs | None, bias: Tensor | None, device: torch.device, dtype: torch.dtype
+def product_of(
+    weights: Sequence[Any],
+    quantized_inputs: Inputs | None,
+    bias: Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> nn.Module | None:
     """The product of layers that share their input by a kernel; None where none takes their formats.
 
@@ -183,27 +191,30 @@ def made(
     if not runs_kernels(device, dtype) or key_of(weights[0]) is None:
         return None
     first = weights[0]
-    if taken is None:
+    if quantized_inputs is None:
         return packed_weights(weights, bias, device, dtype)
-    in_two_bits = first.bits == taken.grid.bits == BITS and first.group == taken.grid.group == form.GROUP
+    in_two_bits = (
+        first.bits == quantized_inputs.grid.bits == BITS and first.group == quantized_inputs.grid.group == form.GROUP
+    )
     if not in_two_bits or first.scales.dtype != torch.float8_e4m3fn:
         return None
-    if not taken.grid.include_zero:
+    if not quantized_inputs.grid.include_zero:
         raise UserError(
             "zero points of its 2-bit inputs are no codes, which the kernel takes; include_zero=true has such"
         )
-    if (taken.columns is None) == isinstance(first, WideWeight):
+    if (quantized_inputs.columns is None) == isinstance(first, WideWeight):
         raise UserError("its inputs and its weight differ in which channels are split")
     zeros = torch.cat([zeros_of(weight) for weight in weights])
-    codes, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales"))
+    codes = torch.cat([weight.codes for weight in weights])
+    scales = torch.cat([weight.scales for weight in weights])
     try:
         units = form.pack(codes, scales, zeros).to(device)
     except ValueError as error:
         raise UserError(f"{error}; quantize it with levels seq or a range that includes 0") from None
     factors = [(weight.factor * 2**weight.shift).expand(len(weight.codes)) for weight in weights]
-    if taken.columns is not None:
-        taken = Inputs(taken.grid, taken.columns.to(device))
-    return W2A2(units, torch.cat(factors).to(device), scales.shape[1], taken, bias)
+    if quantized_inputs.columns is not None:
+        quantized_inputs = Inputs(quantized_inputs.grid, quantized_inputs.columns.to(device))
+    return W2A2(units, torch.cat(factors).to(device), scales.shape[1], quantized_inputs, bias)
 
 
 def zeros_of(weight: GroupWeight) -> Tensor:
@@ -257,15 +268,15 @@ def random(
     width = columns if split is None else len(split.index)
     if act_bits != BITS:
         from repro.engine.shapes import random_weight
-        from repro.engine.weights import made as packed
+        from repro.engine.weights import packed_product
 
-        product = packed(random_weight(rows, width, Asymmetric, device), bias, dtype)
+        product = packed_product(random_weight(rows, width, Asymmetric, device), bias, dtype)
         return product if split is None else Wide(product, split.index)
     groups = width // form.GROUP
     units = random_units(rows, groups, device)
     factors = torch.full((rows,), 1 / (64 * columns**0.5), device=device)
-    taken = Inputs(GroupGrid(BITS, form.GROUP, include_zero=True), split)
-    made_here = W2A2(units, factors, groups, taken, bias)
+    quantized_inputs = Inputs(GroupGrid(BITS, form.GROUP, include_zero=True), split)
+    made_here = W2A2(units, factors, groups, quantized_inputs, bias)
     if device.type == "meta" or runs_kernels(device, dtype):
         return made_here
     return made_here.expanded(form.MOST_TOKENS + 1, dtype)

@@ -232,7 +232,9 @@ class SparseInputs(nn.Module):
         return self.dense.listed(x, active)
 
 
-def made(packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype, order: Tensor | None = None) -> nn.Module:
+def packed_product(
+    packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype, order: Tensor | None = None
+) -> nn.Module:
     """The product with a packed weight on its device, its columns in an order; UserError if no kernel runs there."""
     device = packed.codes.device
     if device.type == "cpu" or dtype == torch.float32:
@@ -254,20 +256,25 @@ def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: 
     """The product of layers that share their input; UserError, with the layer, for one that cannot be packed or run."""
     linears = [lm.model.get_submodule(name) for name in names]
     weights = [lm.weights.get(name) for name in names]
-    attachments = [{a.kind: a for a in lm.attachments.get(name, [])} for name in names]
-    thresholds = [own.pop("sparsity").tensors["threshold"].item() if "sparsity" in own else None for own in attachments]
-    taken = [two_bit.taken_by(own, linear) for own, linear in zip(attachments, linears)]
+    attachments = []
+    thresholds = []
+    for name in names:
+        attached = {attachment.kind: attachment for attachment in lm.attachments.get(name, [])}
+        sparsity = attached.pop("sparsity", None)
+        thresholds.append(None if sparsity is None else sparsity.tensors["threshold"].item())
+        attachments.append(attached)
+    quantized_inputs = [two_bit.taken_by(attached, linear) for attached, linear in zip(attachments, linears)]
     with in_layer(names[0]):
-        keys = [None if each is None else each.key for each in taken]
+        keys = [None if of_linear is None else of_linear.key for of_linear in quantized_inputs]
         formats = list(zip(map(_format, weights), map(two_bit.key_of, weights), thresholds, keys))
         if len(set(formats)) > 1:
             return joined([product(lm, names[first:end], device, dtype) for first, end in runs(formats)])
-        layer = _product(linears, weights, taken[0], device, dtype)
-    attached, start = [], 0
-    for linear, own in zip(linears, attachments):
-        attached += [(start, linear, one) for one in own.values()]
+        layer = _product(linears, weights, quantized_inputs[0], device, dtype)
+    compensators, start = [], 0
+    for linear, attached in zip(linears, attachments):
+        compensators += [(start, linear, attachment) for attachment in attached.values()]
         start += linear.out_features
-    layer = corrected(layer, attached, device)  # on sparse inputs too: sparsity is the last step
+    layer = corrected(layer, compensators, device)  # on sparse inputs too: sparsity is the last step
     return layer if thresholds[0] is None else SparseInputs(layer, thresholds[0])
 
 
@@ -284,20 +291,20 @@ def runs(values: Sequence[Any]) -> list[tuple[int, int]]:
 def _product(
     linears: list[nn.Linear],
     weights: list[QuantizedWeight | None],
-    taken: two_bit.Inputs | None,
+    quantized_inputs: two_bit.Inputs | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> nn.Module:
     biased = linears[0].bias is not None  # then all of them are
     bias = torch.cat([linear.bias.data for linear in linears]).to(device, dtype) if biased else None
-    if (fitting := two_bit.made(weights, taken, bias, device, dtype)) is not None:
+    if (fitting := two_bit.product_of(weights, quantized_inputs, bias, device, dtype)) is not None:
         return fitting
-    if taken is not None:
-        if taken.columns is not None:
-            taken = two_bit.Inputs(taken.grid, taken.columns.to(device))
-        return two_bit.OnQuantized(_product(linears, weights, None, device, dtype), taken)
+    if quantized_inputs is not None:
+        if quantized_inputs.columns is not None:
+            quantized_inputs = two_bit.Inputs(quantized_inputs.grid, quantized_inputs.columns.to(device))
+        return two_bit.OnQuantized(_product(linears, weights, None, device, dtype), quantized_inputs)
     if runs_q4_k(device, dtype) and all(weight is not None and weight.FORMAT == "q4_k" for weight in weights):
-        if (packed := q4_k.made(weights, bias, device)) is not None:
+        if (packed := q4_k.product_of(weights, bias, device)) is not None:
             return packed
     if _format(weights[0]) is None:  # the layer has the weight in full precision or dequantized
         return Dense(torch.cat([linear.weight.data for linear in linears]).to(device, dtype), bias)
@@ -314,7 +321,7 @@ def _product(
         packed = packing.pack(codes, scales, None if symmetric else zeros, bits, group)
     except ValueError as error:
         raise UserError(f"{error}; quantize it on such a grid") from None
-    return made(packed, bias, dtype, order)
+    return packed_product(packed, bias, dtype, order)
 
 
 def runs_q4_k(device: torch.device, dtype: torch.dtype) -> bool:
@@ -375,18 +382,21 @@ def assemble(model: nn.Module, context: int, product: Product, dense: Callable[[
     """A decoder from the modules of Transformers' model, whose weights go through `product` and `dense`."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # takes seconds
 
-    made = []
+    assembled_blocks = []
     for name, block in blocks(model).items():
         norms = dense(block.input_layernorm.weight), dense(block.post_attention_layernorm.weight)
-        made.append(Block.make(*norms, **{k: product([f"{name}.{layer}" for layer in v]) for k, v in LAYERS.items()}))
+        products = {}
+        for kind, layers in LAYERS.items():
+            products[kind] = product([f"{name}.{layer}" for layer in layers])
+        assembled_blocks.append(Block.make(*norms, **products))
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     norm = dense(model.base_model.norm.weight)
-    own = Dense(dense(head.weight))
-    embedding = own.weight if head.weight is table else dense(table)
+    output_head = Dense(dense(head.weight))
+    embedding = output_head.weight if head.weight is table else dense(table)
     rotary = LlamaRotaryEmbedding(model.config)  # its formula is that of all three layouts
     cos, sin = (t[0].to(norm.device) for t in rotary(torch.empty(0), torch.arange(context)[None]))
-    return Decoder(model.config, embedding, tuple(made), norm, own, cos, sin)
+    return Decoder(model.config, embedding, tuple(assembled_blocks), norm, output_head, cos, sin)
 
 
 def decoder(lm: LowBitModel, context: int, device: torch.device, dtype: torch.dtype) -> Decoder:

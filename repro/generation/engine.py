@@ -119,8 +119,8 @@ def configuration(target: Target) -> Any:
     try:
         return AutoConfig.from_pretrained(**where)
     except Exception as error:  # what a damaged config.json leads to has many kinds
-        said = shortened(" ".join(str(error).split()), 200)
-        raise UserError(f"model {name!r} has no configuration that loads; check its config.json ({said})") from None
+        reason = shortened(" ".join(str(error).split()), 200)
+        raise UserError(f"model {name!r} has no configuration that loads; check its config.json ({reason})") from None
 
 
 def activations(config: Any, device: torch.device, name: str | None) -> torch.dtype:
@@ -154,5 +154,5 @@ def check_memory(name: str, loaded: int, config: Any, context: int, device: torc
     size = weights.head_size(config) * dtype.itemsize
     needed = loaded + 2 * config.num_hidden_layers * config.num_key_value_heads * context * size
     if needed > free:
-        said = f"{name} needs {needed:,} bytes for its weights and {context:,} tokens of one sequence"
-        raise NotMeasurable("oom", f"{said}, {device} has {free:,} free; choose fewer bits or a shorter context")
+        problem = f"{name} needs {needed:,} bytes for its weights and {context:,} tokens of one sequence"
+        raise NotMeasurable("oom", f"{problem}, {device} has {free:,} free; choose fewer bits or a shorter context")

@@ -83,8 +83,10 @@ def shape(config: Any) -> dict[str, Any]:
     act = getattr(config, "hidden_act", "none")
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type != "llama" or act != "silu" or rope.get("rope_type") not in ROPES:
-        said = shortened(f"{config.model_type}, {act}, RoPE {rope.get('rope_type')}")
-        raise UserError(f"a model of type {said} is not exported to GGUF; only llama, silu, RoPE {' or '.join(ROPES)}")
+        architecture = shortened(f"{config.model_type}, {act}, RoPE {rope.get('rope_type')}")
+        raise UserError(
+            f"a model of type {architecture} is not exported to GGUF; only llama, silu, RoPE {' or '.join(ROPES)}"
+        )
     facts = dict.fromkeys(("rope_dimension_count", "key_length", "value_length"), config.head_dim)
     facts |= {"head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads}
     facts |= {"vocab_size": config.vocab_size, "context_length": config.max_position_embeddings}
@@ -132,14 +134,16 @@ def pattern(definition: dict[str, Any]) -> str:
     """llama.cpp's name of the tokenizer that a tokenizer.json defines, key of `PATTERNS`; refuses one without."""
     model = definition["model"]
     pre = definition.get("pre_tokenizer") or {"type": "no pre-tokenizer"}
-    steps = [{k: v for k, v in step.items() if k != "trim_offsets"} for step in pre.get("pretokenizers", [pre])]
+    steps = []
+    for step in pre.get("pretokenizers", [pre]):
+        steps.append({key: value for key, value in step.items() if key != "trim_offsets"})
     if model["type"] == "BPE" and model["merges"] and not model["byte_fallback"] and not definition["normalizer"]:
         for name, cut in PATTERNS.items():
             if cut == (steps, model["ignore_merges"]):
                 return name
-    said = shortened(" + ".join([model["type"], *(step["type"] for step in steps)]))
-    known = f"it needs merges, cut as {', '.join(PATTERNS)}"
-    raise UserError(f"llama.cpp has no pattern for the tokenizer ({said}); {known}")
+    description = shortened(" + ".join([model["type"], *(step["type"] for step in steps)]))
+    requirement = f"it needs merges, cut as {', '.join(PATTERNS)}"
+    raise UserError(f"llama.cpp has no pattern for the tokenizer ({description}); {requirement}")
 
 
 def tensors(model: nn.Module, quantized: bool) -> Iterator[tuple[str, Tensor]]:

@@ -56,8 +56,8 @@ class Fit:
 
     def _pass_s(self, plan: budget.MemoryPlan) -> float:
         """Seconds of a pass of the target."""
-        here = plan.parts["resident blocks"] + plan.parts["embedding and head"]
-        return plan.streamed_bytes / self.bus + here / self.read
+        on_device = plan.parts["resident blocks"] + plan.parts["embedding and head"]
+        return plan.streamed_bytes / self.bus + on_device / self.read
 
     def __str__(self) -> str:
         plan = self.plan
@@ -76,8 +76,8 @@ class Fit:
             lines.append("it fits whole: SubSpec's draft would be the model itself; leave out --draft")
         elif self.draft_bytes:
             speed = self.acceptance / self.iteration_s
-            said = f"{speed:.2f} tokens/s at an acceptance length of {self.acceptance:g}"
-            lines.append(f"with speculation {said}, {1e3 * self.iteration_s:.0f} ms an iteration (calculated)")
+            estimate = f"{speed:.2f} tokens/s at an acceptance length of {self.acceptance:g}"
+            lines.append(f"with speculation {estimate}, {1e3 * self.iteration_s:.0f} ms an iteration (calculated)")
         return "\n".join(lines)
 
 
@@ -112,10 +112,10 @@ def of(
     kind = engine.activations(config, torch.device(device or "cuda"), dtype)
     amount = budget.parse_bytes(memory) if isinstance(memory, str) else memory
     packed = at.type == "cpu" or kind != torch.float32
-    given = (model, config, slots, kind, amount)
-    where = (limits.reserved(at), packed, at.type == "cuda")
-    plan = budget.plan(*given, draft, *where)
-    plain = budget.plan(*given, None, *where)
+    of_model = (model, config, slots, kind, amount)
+    of_device = (limits.reserved(at), packed, at.type == "cuda")
+    plan = budget.plan(*of_model, draft, *of_device)
+    plain = budget.plan(*of_model, None, *of_device)
     draft_bytes = 0
     if draft:
         tables = plan.parts["embedding and head"] // (1 if config.tie_word_embeddings else 2)

@@ -109,17 +109,17 @@ class Limited(Speculating):
         model, recipe = compressed_folder.opened(model, recipe)
         target = Target(scales.load(name=scale).here(), model, recipe, seed)
         at = engine.device_of(device)
-        own = parse_draft(draft) if isinstance(draft, str) else draft
+        draft_config = parse_draft(draft) if isinstance(draft, str) else draft
         amount = budget.parse_bytes(memory) if isinstance(memory, str) else memory
         config = engine.configuration(target)
         slots, kind = weights.check(model, config, context), engine.activations(config, at, dtype)
         packed = at.type == "cpu" or kind != torch.float32
-        plan = budget.plan(model, config, slots, kind, amount, own, reserved(at), packed, at.type == "cuda")
+        plan = budget.plan(model, config, slots, kind, amount, draft_config, reserved(at), packed, at.type == "cuda")
         check_host(model, plan.streamed_bytes)
         limit(at, amount)
         lm = engine.compressed(target, kind, build)
-        made = decoders(lm.model, Loaded(lm, at, kind), plan, slots, own, prefetch)
-        return cls(model, *made, own, plan, target.scale.hub)
+        loaded = decoders(lm.model, Loaded(lm, at, kind), plan, slots, draft_config, prefetch)
+        return cls(model, *loaded, draft_config, plan, target.scale.hub)
 
     def _ended(self, batch: Decoding) -> LimitedStats:
         where = self.model.device

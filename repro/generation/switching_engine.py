@@ -69,8 +69,8 @@ class SwitchingEngine(SwitchingCore):
         """
         config = named.read(precision) if isinstance(precision, str) else precision
         if order_file is not None and config.order not in BY_WEIGHTS:
-            said = f"an order file keeps divergences of weights, which order={config.order} does not read"
-            raise UserError(f"{said}; leave it out")
+            problem = f"an order file keeps divergences of weights, which order={config.order} does not read"
+            raise UserError(f"{problem}; leave it out")
         if config.order == "oracle":
             raise UserError("flexquant: order=oracle sees the texts that are judged; it is a control of tables alone")
         model, recipe = compressed_folder.opened(model, recipe)
@@ -104,8 +104,8 @@ class SwitchingEngine(SwitchingCore):
             by_weights = orders.read(order_file, model, ids, config)
         models = {bits: compressed(target, kind, build) for bits, target in targets.items()}
         if at.type == "cuda":
-            each = [packed_bytes(lm, kind) for lm in models.values()]
-            needed = int((1 + SHARE) * max(each)) if config.copies == "host" else sum(each)
+            copy_bytes = [packed_bytes(lm, kind) for lm in models.values()]
+            needed = int((1 + SHARE) * max(copy_bytes)) if config.copies == "host" else sum(copy_bytes)
             check_memory(model, needed, shape, slots, at, kind)
         if by_weights is None and config.order in BY_WEIGHTS:
             original = models[FULL] if FULL in models else compressed(first.under("fp16"), kind, build)

@@ -71,15 +71,15 @@ def main(words: Sequence[str] | None = None) -> None:
         tokenizer = models.tokenizer(args["model"])
         ids = corpora.token_ids(args["corpus"], tokenizer)
         held_out = corpora.calibration(corpora.token_ids(HELD_OUT, tokenizer), 16, settings.length, 0)
-        head, losses = train(model, torch.from_numpy(ids).long(), settings, said)
+        head, losses = train(model, torch.from_numpy(ids).long(), settings, report_progress)
         facts = card(model, head, held_out, settings) | {"corpus": args["corpus"], "losses": losses}
         write(args["out"] or eagle.path_of(args["model"]), args["model"], head, facts)
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
 
 
-def said(line: str) -> None:
-    """Progress."""
+def report_progress(line: str) -> None:
+    """Print a line of progress at once."""
     print(line, flush=True)
 
 
@@ -172,7 +172,9 @@ def write(path: Path, name: str, head: eagle.EagleHead, facts: dict) -> None:
         UserError: a pocket model's head is larger than the repository takes.
     """
     size = head_files.write(path, "eagle2", name, head.trained(), facts, MOST_BYTES)
-    said(f"{path}: {size:,} bytes, agrees with the target on {facts['held_out_top1_agreement']:.1%} of held-out tokens")
+    report_progress(
+        f"{path}: {size:,} bytes, agrees with the target on {facts['held_out_top1_agreement']:.1%} of held-out tokens"
+    )
 
 
 if __name__ == "__main__":

@@ -77,10 +77,10 @@ def main(words: Sequence[str] | None = None) -> None:
         settings = PmpdSettings(**{name: args[name] for name in asdict(PmpdSettings())})
         high, low = args["path"]
         recipes = [precision_schedules.recipe_at(args["recipe"], bits) for bits in (high, low)]
-        both = decoders(args["model"], recipes, settings, args["device"])
+        loaded = decoders(args["model"], recipes, settings, args["device"])
         ids = corpora.token_ids(CORPUS, models.tokenizer(args["model"]))
         rows = corpora.calibration(ids, settings.prompts, settings.length + NEW, settings.seed).tolist()
-        examples = labelled(*both, rows, settings)
+        examples = labelled(*loaded, rows, settings)
         scheduler, facts = train(examples, settings)
         path = args["out"] or pmpd.path_of(args["model"], high, low)
         write(path, args["model"], scheduler, facts | {"recipes": recipes, "corpus": CORPUS})
@@ -116,8 +116,8 @@ def nll(model: Decoder, row: Sequence[int], prompt: int) -> np.ndarray:
     """Nats of each token behind a prompt, float64 `[T]`."""
     (hidden,) = together(model, Cache(model, 1), [row])
     logits = model.head(hidden[prompt - 1 : -1]).float()
-    wanted = torch.tensor(row[prompt:], device=logits.device)
-    return F.cross_entropy(logits, wanted, reduction="none").double().cpu().numpy()
+    targets = torch.tensor(row[prompt:], device=logits.device)
+    return F.cross_entropy(logits, targets, reduction="none").double().cpu().numpy()
 
 
 def right_point(high: np.ndarray, low: np.ndarray, tolerance: float) -> int:
@@ -130,23 +130,24 @@ def right_point(high: np.ndarray, low: np.ndarray, tolerance: float) -> int:
 def train(examples: Sequence[Example], settings: PmpdSettings) -> tuple[Scheduler, dict]:
     """A scheduler of examples of one length, and what its card says of it."""
     torch.manual_seed(settings.seed)
-    keys, values = (torch.stack([example[part] for example in examples]) for part in (0, 1))
+    keys = torch.stack([example[0] for example in examples])
+    values = torch.stack([example[1] for example in examples])
     labels = torch.tensor([label for _, _, label in examples])
     order = torch.randperm(len(examples))
     validation = order[: len(order) // 5]
-    seen = order[len(order) // 5 :]
+    training = order[len(order) // 5 :]
     scheduler = Scheduler(keys.shape[-1])
     optimizer = torch.optim.AdamW(scheduler.parameters(), settings.rate)
     losses = []
     for _ in range(settings.epochs):
-        loss = F.cross_entropy(scheduler(keys[seen], values[seen]), labels[seen])
+        loss = F.cross_entropy(scheduler(keys[training], values[training]), labels[training])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
         right = scheduler(keys[validation], values[validation]).argmax(-1) == labels[validation]
-    counts = Counter(labels[seen].tolist())
+    counts = Counter(labels[training].tolist())
     most = counts.most_common(1)[0][0]
     facts = {"settings": asdict(settings), "loss": [losses[0], losses[-1]], "labels": [counts[n] for n in range(4)]}
     facts |= {"held_out_right": right.float().mean().item()}

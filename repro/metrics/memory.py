@@ -53,6 +53,8 @@ def layer_bits(n: int, k: int, split: int, grid: GroupGrid) -> int:
     half = grid.group // 2
     groups = -(-(split + -(-(k - split) // 2)) // half) if split else -(-k // grid.group)  # pairs, as `columns.paired`
     zero = 0 if grid.levels == "seq" else grid.bits
-    index = (16 if k < 2**15 else 32) * groups * grid.group if split else 0
+    index = 0
+    if split:
+        index = (16 if k < 2**15 else 32) * groups * grid.group
     factor = 32 if grid.scale == "e4m3" else 0
     return n * groups * (grid.group * grid.bits + SCALE_BITS[grid.scale] + zero) + factor + index

@@ -72,7 +72,9 @@ class TokenClass(Metric):
         cut = scoring.windows(ids, options["length"], options["windows"])
         rows = [by_class(full, low, window, of) for window in cut]
         group = f"{options['label']} on {identity['label']}, first {len(cut)}, by token class"
-        series = {name: Series(np.asarray([row[name] for row in rows]), "windows", group) for name in rows[0]}
+        series = {}
+        for name in rows[0]:
+            series[name] = Series(np.asarray([row[name] for row in rows]), "windows", group)
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
@@ -100,12 +102,14 @@ class TokenClass(Metric):
 
 
 def class_of(text: str) -> int:
-    """The place in CLASSES of a token's text."""
+    """The index in CLASSES of a token's text."""
     if text and not text.strip("\n"):
         return 0
     if not re.search(r"[^\W_]", text):
         return 1
-    return 2 if re.search(r"\d", text) else 3 if text[0].isspace() else 4
+    if re.search(r"\d", text):
+        return 2
+    return 3 if text[0].isspace() else 4
 
 
 @torch.inference_mode()

@@ -186,13 +186,13 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     except UserError:
         raise
     except Exception as error:  # what a damaged config.json leads to has many kinds
-        said = shortened(" ".join(str(error).split()), 200)
-        raise UserError(f"model {name!r} cannot be loaded; check its config.json and weights ({said})") from None
+        reason = shortened(" ".join(str(error).split()), 200)
+        raise UserError(f"model {name!r} cannot be loaded; check its config.json and weights ({reason})") from None
     if report["missing_keys"]:
         raise UserError(f"model {name!r}: {sorted(report['missing_keys'])[0]} is not in its files; copy it again")
     if report["mismatched_keys"]:
-        key, shape, wanted = sorted(report["mismatched_keys"])[0]
-        raise UserError(f"model {name!r}: {key} is {list(shape)}, its config.json says {list(wanted)}")
+        key, shape, expected = sorted(report["mismatched_keys"])[0]
+        raise UserError(f"model {name!r}: {key} is {list(shape)}, its config.json says {list(expected)}")
     if surplus := sorted(key for key in report["unexpected_keys"] if "inv_freq" not in key):
         raise UserError(f"model {name!r}: its files hold {surplus[0]}, which its config.json has no place for")
     for key, parameter in model.named_parameters():
@@ -228,8 +228,8 @@ def _take_ends(name: str, model: Any) -> None:
         return
     ids = ends if isinstance(ends, list) else [ends]
     if any(type(id_) is not int for id_ in ids):
-        said = f"eos_token_id in its {identity.GENERATION} is {shortened(repr(ends))}"
-        raise UserError(f"model {name!r}: {said}; give an id, or a list of ids")
+        problem = f"eos_token_id in its {identity.GENERATION} is {shortened(repr(ends))}"
+        raise UserError(f"model {name!r}: {problem}; give an id, or a list of ids")
     model.config.eos_token_id = ends
 
 
@@ -242,10 +242,10 @@ def _check_unquantized(name: str, config: dict[str, Any]) -> None:
     for key in QUANTIZED:
         if setting := config.get(key):
             method = setting.get("quant_method", "") if isinstance(setting, dict) else ""
-            said = f"{key} ({shortened(method)})" if method else key
+            setting_found = f"{key} ({shortened(method)})" if method else key
             raise UserError(
-                f"model {name!r}: its config.json has a {said}; full precision is needed, so remove the key where the "
-                "weights are float, or save an unquantized model"
+                f"model {name!r}: its config.json has a {setting_found}; full precision is needed, so remove the key "
+                "where the weights are float, or save an unquantized model"
             )
 
 
@@ -278,8 +278,8 @@ def tokenizer(name: str, hub: bool = False) -> Any:
     except UserError:
         raise
     except Exception as error:  # the tokenizers library raises a bare Exception
-        said = shortened(" ".join(str(error).split()), 200)
-        raise UserError(f"model {name!r} has no tokenizer that loads; check its tokenizer.json ({said})") from None
+        reason = shortened(" ".join(str(error).split()), 200)
+        raise UserError(f"model {name!r} has no tokenizer that loads; check its tokenizer.json ({reason})") from None
 
 
 def tokenizer_key(name: str) -> str:

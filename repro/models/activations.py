@@ -114,7 +114,7 @@ def watching(
     weights = weights.double() / weights.double().sum()
 
     def read(name: str, x: Tensor) -> None:
-        if shared := next((inputs for seen, inputs in recent if seen is x), None):
+        if shared := next((inputs for earlier, inputs in recent if earlier is x), None):
             stats[name] = shared
             return
         if name not in stats:
@@ -155,8 +155,8 @@ def statistics(
     if key in _kept:
         return _kept[key]
     with watching({name: model.get_submodule(name) for name in names}, len(ids), extras, weights) as stats:
-        for some in ids.to(model.device).split(TOGETHER):
-            model.base_model(some, use_cache=False)
+        for batch in ids.to(model.device).split(TOGETHER):
+            model.base_model(batch, use_cache=False)
     if bad := next((name for name, inputs in stats.items() if not inputs.mean_square.isfinite().all()), None):
         raise UserError(f"{bad}: its inputs hold NaN or Inf: the model is damaged, or an activation overflowed")
     if idle := sorted(set(names) - set(stats)):
@@ -164,7 +164,9 @@ def statistics(
     _kept.clear()
     tensors = {}
     for inputs in stats.values():
-        tensors |= {id(one): one for one in vars(inputs).values() if isinstance(one, Tensor)}
+        tensors |= {
+            id(accumulated): accumulated for accumulated in vars(inputs).values() if isinstance(accumulated, Tensor)
+        }
     if sum(tensor.nbytes for tensor in tensors.values()) <= LARGEST:
         _kept[key] = stats
     return stats

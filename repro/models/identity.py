@@ -43,9 +43,9 @@ def deciding_files(folder: Path) -> list[Path]:
     """
     files = []
     for path in folder.iterdir():
-        wanted = any(fnmatch(path.name, pattern) for pattern in DECIDING)
+        decides = any(fnmatch(path.name, pattern) for pattern in DECIDING)
         unread = any(fnmatch(path.name, pattern) for pattern in DECIDES_NOTHING)
-        if wanted and not unread and regular(path).is_file():
+        if decides and not unread and regular(path).is_file():
             files.append(path)
     files += [path for path in (folder / TEMPLATES).glob("*.jinja") if path.is_file()]
     return sorted(files)
@@ -83,8 +83,8 @@ def _stamps(folder: Path) -> list[tuple]:
     stamps = []
     for name in names:
         with contextlib.suppress(FileNotFoundError):  # a link to nothing
-            at = os.stat(f"{folder}/{name}")
-            stamps.append((name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
+            stat = os.stat(f"{folder}/{name}")
+            stamps.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     return stamps
 
 

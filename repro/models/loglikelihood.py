@@ -87,9 +87,11 @@ def score(
     Raises:
         UserError: an answer longer than the context, an id that the model does not have, or NaN or Inf.
     """
-    known = model.get_input_embeddings().num_embeddings
-    if (most := max((int(ids.max()) for ids in [*prefixes, *(ids for _, ids, _ in rows)]), default=0)) >= known:
-        raise UserError(f"id {most} is not among the model's {known}; use the tokenizer that belongs to the model")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    prompts_without_prefix = [ids for _, ids, _ in rows]
+    most = max((int(ids.max()) for ids in [*prefixes, *prompts_without_prefix]), default=0)
+    if most >= vocabulary:
+        raise UserError(f"id {most} is not among the model's {vocabulary}; use the tokenizer that belongs to the model")
     context = getattr(model.config, "max_position_embeddings", None) or CONTEXT
     longest = max((len(ids) + (len(prefixes[prefix]) if prefix >= 0 else 0) for prefix, ids, _ in rows), default=0)
     if min(longest, context) <= longest_shared(model):
@@ -110,8 +112,8 @@ def score(
             cached = _keys_and_values(model, prefixes[of])
         for answer, out in zip(_answers(model, cached, 0 if of < 0 else len(prefixes[of]), batch), (log_p, same)):
             out.append(answer)
-        for one in batch:
-            for row, ids in zip(one.rows, one.answers):
+        for prompt in batch:
+            for row, ids in zip(prompt.rows, prompt.answers):
                 owner += [row] * len(ids)
     loglik = np.bincount(owner, torch.cat(log_p).cpu().numpy(), len(rows)) if rows else np.zeros(0)
     if not np.isfinite(loglik).all():
@@ -187,12 +189,12 @@ def unscaled_positions(config: Any) -> float:
         config: the model's configuration; its `rope_parameters` may be one mapping, or one for each kind of layer.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    every = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
+    every = [scaling for scaling in parameters.values() if isinstance(scaling, dict)] or [parameters]
     limits = []
-    for one in every:
-        key = BY_LARGEST_POSITION.get(one.get("rope_type"))
+    for scaling in every:
+        key = BY_LARGEST_POSITION.get(scaling.get("rope_type"))
         if key is not None:
-            limits.append(one.get(key) or getattr(config, key, None) or config.max_position_embeddings)
+            limits.append(scaling.get(key) or getattr(config, key, None) or config.max_position_embeddings)
     return min(limits, default=math.inf)
 
 
@@ -201,8 +203,8 @@ def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> 
     prompts = []
     cut = np.zeros(len(rows), dtype=bool)
     for row, (prefix, ids, count) in enumerate(rows):
-        whole = np.concatenate([prefixes[prefix], ids]) if prefix >= 0 else ids
-        (prompt,), cut[row : row + 1] = _prompts([], [(-1, whole, count)], window)
+        prompt_ids = np.concatenate([prefixes[prefix], ids]) if prefix >= 0 else ids
+        (prompt,), cut[row : row + 1] = _prompts([], [(-1, prompt_ids, count)], window)
         prompt.rows = [row]
         prompts.append(prompt)
     return prompts, cut
@@ -214,15 +216,15 @@ def _batches(
     """Prompts of one prefix and of like length, longest first, those without branches apart from the others."""
     batch: list[AnsweredPrompt] = []
     padding = 0
-    for prompt in sorted(prompts, key=lambda one: (one.prefix, one.branches > 1, -one.length)):
+    for prompt in sorted(prompts, key=lambda p: (p.prefix, p.branches > 1, -p.length)):
         if batch:
             first = batch[0]
             count = len(batch) + 1
             before = len(prefixes[first.prefix]) if first.prefix >= 0 else 0
             padding += first.length - prompt.length
-            same = (prompt.prefix, prompt.branches > 1) == (first.prefix, first.branches > 1)
+            is_alike = (prompt.prefix, prompt.branches > 1) == (first.prefix, first.branches > 1)
             room = count * first.length <= tokens and count * (before + first.length) <= CACHED * tokens
-            if not same or not room or padding > tokens // PADDING:
+            if not is_alike or not room or padding > tokens // PADDING:
                 yield batch
                 batch, padding = [], 0
         batch.append(prompt)
@@ -241,7 +243,7 @@ def _answers(model: nn.Module, cached: Any, before: int, batch: list[AnsweredPro
     ids = np.zeros((len(batch), width), dtype=np.int64)
     positions = np.tile(np.arange(width), (len(batch), 1))
     branch = np.zeros((len(batch), width), dtype=np.int64)
-    at: list[int] = []
+    rows: list[int] = []
     where: list[int] = []
     for row, prompt in enumerate(batch):
         end = start = len(prompt.ids)
@@ -251,30 +253,30 @@ def _answers(model: nn.Module, cached: Any, before: int, batch: list[AnsweredPro
             ids[row, start:stop] = answer[:-1]
             positions[row, start:stop] = np.arange(end, end + stop - start)
             branch[row, start:stop] = number
-            at += [row] * len(answer)
+            rows += [row] * len(answer)
             where += [end - 1, *range(start, stop)]
             start = stop
         if batch[0].branches > 1:
             positions[row, start:] = 0  # padding: no position beyond those of the answers
     targets = np.concatenate(list(chain.from_iterable(prompt.answers for prompt in batch)))
-    given = [torch.from_numpy(np.asarray(array, dtype=np.int64)).to(model.device)
-             for array in (ids, positions + before, branch, [at, where, targets])]  # fmt: skip
+    tensors = [torch.from_numpy(np.asarray(array, dtype=np.int64)).to(model.device)
+             for array in (ids, positions + before, branch, [rows, where, targets])]  # fmt: skip
     past = copy.deepcopy(cached)  # a forward pass appends to it
     if past is not None:
         past.batch_repeat_interleave(len(batch))
-    mask = _apart(given[2], before, model.dtype) if batch[0].branches > 1 else None
-    words = {"position_ids": given[1], "attention_mask": mask, "past_key_values": past, "use_cache": past is not None}
+    mask = _apart(tensors[2], before, model.dtype) if batch[0].branches > 1 else None
+    words = {"position_ids": tensors[1], "attention_mask": mask, "past_key_values": past, "use_cache": past is not None}
     log_p = []
     same = []
     head = model.get_output_embeddings()
 
     def only(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        return (args[0][given[3][0], given[3][1]][None],)
+        return (args[0][tensors[3][0], tensors[3][1]][None],)
 
     with head.register_forward_pre_hook(only):
-        logits = model(input_ids=given[0], **words).logits[0]
+        logits = model(input_ids=tensors[0], **words).logits[0]
     step = max(1, CHUNK // logits.shape[1])
-    for part, target in zip(logits.split(step), given[3][2].split(step)):
+    for part, target in zip(logits.split(step), tensors[3][2].split(step)):
         scores = part.float()
         same.append(scores.argmax(-1) == target)
         log_p.append(scores.log_softmax(-1).gather(1, target[:, None])[:, 0].double())
@@ -289,6 +291,8 @@ def _apart(branch: Tensor, before: int, dtype: torch.dtype) -> Tensor:
         before: ids of the prefix, which all see.
         dtype: that of the model.
     """
-    own = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-    own = nn.functional.pad(own.tril(), (before, 0), value=True)
-    return torch.zeros(own.shape, dtype=dtype, device=own.device).masked_fill_(~own, torch.finfo(dtype).min)[:, None]
+    allowed = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+    allowed = nn.functional.pad(allowed.tril(), (before, 0), value=True)
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
+        ~allowed, torch.finfo(dtype).min
+    )[:, None]

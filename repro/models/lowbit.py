@@ -169,9 +169,9 @@ class LowBitModel:
         """
         present = self.attachments.get(name, [])
         with in_layer(name):
-            if other := next((a for a in present if a.kind == attachment.kind), None):
+            if earlier := next((a for a in present if a.kind == attachment.kind), None):
                 raise UserError(
-                    f"a second {attachment.kind} is refused ({attachment.step} after {other.step}); "
+                    f"a second {attachment.kind} is refused ({attachment.step} after {earlier.step}); "
                     "a layer takes one attachment of each kind"
                 )
             layer = attachment.build(self.model.get_submodule(name))
@@ -209,14 +209,14 @@ class LowBitModel:
         for name, present in self.attachments.items():
             for a in present:  # each of another kind, so of another step: their keys differ
                 tensors |= {f"{name}/{a.step}.{key}": tensor.contiguous() for key, tensor in a.tensors.items()}
+        attachments = {}
+        for name, present in self.attachments.items():
+            attachments[name] = [{"step": a.step, "numbers": a.numbers} for a in present]
         facts = {
             "meta": meta,
             "layers": layers,
             "dense": list(self.dense),
-            "attachments": {
-                name: [{"step": a.step, "numbers": a.numbers} for a in present]
-                for name, present in self.attachments.items()
-            },
+            "attachments": attachments,
             "extra_bits": self.extra_bits,
         }
         with atomic(path) as temporary:  # one key only: safetensors writes several in random order

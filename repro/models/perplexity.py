@@ -126,7 +126,9 @@ def score(
     import pandas as pd
 
     compared = 0 if reference is None else min(kl_windows, len(windows))
-    full = model if full_precision else reference if compared else None
+    full = reference if compared else None
+    if full_precision:
+        full = model
     of_full = ""
     if full is not None and full.device.type == "cpu":
         of_full = tensors_hash(full.config, (*full.parameters(), *full.buffers()))
@@ -136,9 +138,9 @@ def score(
         logits = _full_logits(model, ids, of_full) if full_precision else _logits(model, ids)
         others = _full_logits(reference, ids, of_full) if start < compared else None
         for row, window in enumerate(range(start, start + len(ids))):
-            other = others[row] if window < compared else None
-            nll, kl, same = _positions(logits[row], ids[row, 1:], other, window)
-            values = (nll,) if other is None else (nll, kl.clamp(min=0), same)
+            reference_logits = others[row] if window < compared else None
+            nll, kl, same = _positions(logits[row], ids[row, 1:], reference_logits, window)
+            values = (nll,) if reference_logits is None else (nll, kl.clamp(min=0), same)
             means = [*torch.stack([v.mean(dtype=torch.float64) for v in values]).tolist(), None, None][:3]
             rows.append((window, *ids[row, :2].tolist(), len(nll), *means))
     return pd.DataFrame(rows, columns=SCHEMA.names).astype({"kl": "Float64", "top1": "Float64"})
@@ -239,10 +241,10 @@ def check_context(model: nn.Module, length: int) -> None:
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     """Logits `[B, L - 1, V]` that predict `ids[:, 1:]`, in the model's own dtype."""
     check_context(model, ids.shape[1])
-    known = model.get_input_embeddings().num_embeddings
-    if ids.max() >= known:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if ids.max() >= vocabulary:
         raise UserError(
-            f"id {int(ids.max())} is not among the model's {known}; use the tokenizer that belongs to the model"
+            f"id {int(ids.max())} is not among the model's {vocabulary}; use the tokenizer that belongs to the model"
         )
     return model.eval()(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1]
 
@@ -256,29 +258,30 @@ def _full_logits(model: nn.Module, ids: Tensor, of_model: str) -> Tensor:
     if name in _kept:
         return head(_kept[name])[:, :-1]
     calls: list[tuple[Tensor, Tensor]] = []
-    hook = head.register_forward_hook(lambda _, given, made: calls.append((given[0], made)))
+    hook = head.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))
     try:
         logits = _logits(model, ids)
     finally:
         hook.remove()
-    if any(not kept.startswith(of_model) for kept in _kept):
+    if any(not key.startswith(of_model) for key in _kept):
         _kept.clear()
-    hidden, made = calls[-1]
-    kept_bytes = sum(kept.nbytes for kept in _kept.values())
-    plain = made.data_ptr() == logits.data_ptr()  # nothing scales or caps what the head gives
+    hidden, output = calls[-1]
+    kept_bytes = sum(states.nbytes for states in _kept.values())
+    plain = output.data_ptr() == logits.data_ptr()  # nothing scales or caps what the head gives
     if plain and kept_bytes + hidden.nbytes <= LARGEST:
         _kept[name] = hidden
     return logits
 
 
-def _positions(logits: Tensor, targets: Tensor, other: Tensor | None, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Negative log likelihood, KL and agreement, float64 and bool `[T]`, of logits `[T, V]`; empty without `other`."""
-    if other is not None and other.shape != logits.shape:
-        raise UserError(f"the reference has {other.shape[1]} logits where the model has {logits.shape[1]}")
+def _positions(logits: Tensor, targets: Tensor, reference: Tensor | None, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Negative log likelihood, KL and agreement, float64 and bool `[T]`, of logits `[T, V]`; KL and agreement are
+    empty without `reference`."""
+    if reference is not None and reference.shape != logits.shape:
+        raise UserError(f"the reference has {reference.shape[1]} logits where the model has {logits.shape[1]}")
     _check_finite(logits, f"the model's logits in window {window}")
-    if other is not None:
-        _check_finite(other, f"the reference's logits in window {window}")
-        other = other.to(logits.device)
+    if reference is not None:
+        _check_finite(reference, f"the reference's logits in window {window}")
+        reference = reference.to(logits.device)
     targets = targets.to(logits.device)
     step = max(1, CHUNK // logits.shape[1])
     nll, kl, same = [], [], []
@@ -286,9 +289,9 @@ def _positions(logits: Tensor, targets: Tensor, other: Tensor | None, window: in
         part = slice(start, start + step)
         log_q = logits[part].float().log_softmax(-1)
         nll.append(-log_q.gather(1, targets[part, None])[:, 0].double())
-        if other is not None:
-            log_p = other[part].float().log_softmax(-1)
-            same.append(logits[part].argmax(1) == other[part].argmax(1))
+        if reference is not None:
+            log_p = reference[part].float().log_softmax(-1)
+            same.append(logits[part].argmax(1) == reference[part].argmax(1))
             kl.append(log_q.sub_(log_p).mul_(log_p.exp_()).sum(1, dtype=torch.float64).neg_())
     return tuple(torch.cat(parts) if parts else torch.empty(0) for parts in (nll, kl, same))
 

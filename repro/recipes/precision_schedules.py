@@ -45,8 +45,8 @@ def write(config: Config) -> str:
     """The text that `read` reads as these settings: the fields that differ from their defaults."""
     plain = Config()
     words = [
-        f"{each.name}={write_value(getattr(config, each.name))}"
-        for each in fields(Config)
-        if getattr(config, each.name) != getattr(plain, each.name)
+        f"{setting.name}={write_value(getattr(config, setting.name))}"
+        for setting in fields(Config)
+        if getattr(config, setting.name) != getattr(plain, setting.name)
     ]
     return f"flexquant({', '.join(words)})" if words else "flexquant"

@@ -262,11 +262,11 @@ def _fields(config: Any) -> dict[str, Any]:
 def _declared(step: Step) -> dict[str, Any]:
     """The fields of a step that are part of its identity."""
     later = getattr(step.module, "LATER", {})
-    kept = {}
+    declared = {}
     for name, value in _fields(step.config).items():
         if name not in later or value != later[name]:
-            kept[name] = value
-    return kept
+            declared[name] = value
+    return declared
 
 
 def _plain(value: Any) -> Any:
@@ -282,16 +282,16 @@ def _plain(value: Any) -> Any:
 def _spell(step: Step, always: frozenset[str] = frozenset()) -> str:
     """The canonical text of a step; `always` are fields to write even where they are the default."""
     values = _fields(step.config)
-    shown = {}
+    spelled = {}
     for f in dataclasses.fields(step.config):
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         keep = f.name in ALWAYS or f.name in always or default is dataclasses.MISSING
         if f.init and (keep or json.dumps(values[f.name]) != json.dumps(_plain(default))):
-            shown[f.name] = values[f.name]
-    words = [_word(name, value, values, dash=True) for name, value in shown.items()]
+            spelled[f.name] = values[f.name]
+    words = [_word(name, value, values, dash=True) for name, value in spelled.items()]
     if None not in words:
         return "-".join([step.name, *words])
-    return f"{step.name}({', '.join(_word(name, value, values, dash=False) for name, value in shown.items())})"
+    return f"{step.name}({', '.join(_word(name, value, values, dash=False) for name, value in spelled.items())})"
 
 
 def _word(name: str, value: Any, fields: Mapping[str, Any], dash: bool) -> str | None:

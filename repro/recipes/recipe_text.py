@@ -114,8 +114,8 @@ def options(name: str, words: list[str], config: type) -> dict[str, Any]:
     hints = get_type_hints(config)
     values = {}
     for word in words:
-        for one in _single(word, hints):
-            key, value = _option(name, one, config, hints)
+        for option in _single(word, hints):
+            key, value = _option(name, option, config, hints)
             if key in values:
                 raise ValueError(f"{key} of {name} is given twice")
             values[key] = value
@@ -124,11 +124,11 @@ def options(name: str, words: list[str], config: type) -> dict[str, Any]:
 
 def _single(word: str, hints: Mapping[str, Any]) -> list[str]:
     """An option with `w2a16` as `w2` and `a16`; the latter only where inputs are quantized."""
-    both = None if word in hints else re.fullmatch("(w[0-9]{1,9})(a[0-9]{1,9})", word)
-    if both is None:
+    weights_and_inputs = None if word in hints else re.fullmatch("(w[0-9]{1,9})(a[0-9]{1,9})", word)
+    if weights_and_inputs is None:
         return [word]
-    plain_inputs = both[2] == "a16" and "act_bits" not in hints
-    return [both[1]] if plain_inputs else [both[1], both[2]]
+    plain_inputs = weights_and_inputs[2] == "a16" and "act_bits" not in hints
+    return [weights_and_inputs[1]] if plain_inputs else [weights_and_inputs[1], weights_and_inputs[2]]
 
 
 def _option(name: str, word: str, config: type, hints: Mapping[str, Any]) -> tuple[str, Any]:

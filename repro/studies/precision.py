@@ -326,7 +326,7 @@ class PrecisionBench:
 
 def rounded(milliseconds: Sequence[float]) -> list[float]:
     """Every step's time to a tenth of a microsecond, for a file: a clock says no more."""
-    return [round(one, 4) for one in milliseconds]
+    return [round(time, 4) for time in milliseconds]
 
 
 def switch_steps(path: Path, layers: int) -> list[int]:
@@ -340,10 +340,11 @@ def switch_steps(path: Path, layers: int) -> list[int]:
         UserError: no text of the job switched.
     """
     series = observations.load(path).series
-    logs = [one.values for name, one in series.items() if name.startswith("log ")]
+    logs = [log.values for name, log in series.items() if name.startswith("log ")]
     if not logs:
         raise UserError(f"{path}: no text of this run switched; name the observations of one that did")
-    longest = max((sorted({int(step) for step in log}) for log in logs), key=len)
+    steps_by_log = [sorted(set(map(int, log))) for log in logs]
+    longest = max(steps_by_log, key=len)
     steps = []
     for step in longest:
         steps += [step] * layers

@@ -169,12 +169,12 @@ class SparseBench:
         floor = timing.read_floors if self.device == "cuda" else None
         timings = timing.measure([*tasks, *readers], self.backend, floor=floor)
         by_name = dict(zip(labels, timings))
-        least = min(timings[len(labels) :], key=lambda one: one.us)
+        least = min(timings[len(labels) :], key=lambda timing_of_reader: timing_of_reader.us)
         facts: dict[str, Any] = {"N": rows, "K": columns, "sparsity": s, "floor us": least.us, "floor": least.name}
-        for name, one in by_name.items():
-            facts |= {f"{name} us": one.us, f"{name} p20 p80": [one.p20, one.p80], f"{name} relerr": one.relerr}
-            if one.floor_us:
-                facts[f"{name} share of contiguous"] = one.fraction
+        for name, t in by_name.items():
+            facts |= {f"{name} us": t.us, f"{name} p20 p80": [t.p20, t.p80], f"{name} relerr": t.relerr}
+            if t.floor_us:
+                facts[f"{name} share of contiguous"] = t.fraction
         sparse = by_name["sparse"]
         facts |= {"sparse share of the floor": least.us / sparse.us, "listed bytes": sparse.nbytes}
         facts["contiguous us"] = sparse.floor_us
@@ -182,12 +182,13 @@ class SparseBench:
 
     def even(self, rows: int, columns: int) -> dict[str, Any]:
         """The break-even sparsity: where a line through the sparse times meets the best dense time."""
-        at = {s: self.kept(f"gemv-{rows}x{columns}-{s}") for s in SPARSITIES}
-        kinds = ("dense rows", "dense zigzag")
-        dense = min(statistics.median(at[s][f"{kind} us"] for s in SPARSITIES) for kind in kinds)
+        measured = {s: self.kept(f"gemv-{rows}x{columns}-{s}") for s in SPARSITIES}
+        dense_rows = statistics.median(measured[s]["dense rows us"] for s in SPARSITIES)
+        dense_zigzag = statistics.median(measured[s]["dense zigzag us"] for s in SPARSITIES)
+        dense = min(dense_rows, dense_zigzag)
         nearest = min(COLUMNS, key=lambda k: abs(k - columns))
         with_list = self.kept(f"list-{nearest}")["ordered us"]
-        times = [at[s]["sparse us"] for s in SPARSITIES]
+        times = [measured[s]["sparse us"] for s in SPARSITIES]
         slope, base = statistics.linear_regression(SPARSITIES, times)
         facts = {"dense us": dense, "list us": with_list, "us a percent": slope}
         for name, more in (("break-even", 0.0), ("break-even with list", with_list)):

@@ -97,11 +97,11 @@ def training_ids(calibration: Tensor | None, tokens: int, who: str) -> Tensor:
     Raises:
         UserError: there are fewer, or not one sequence was asked for.
     """
-    there, length = (0, 1) if calibration is None else (calibration.numel(), calibration.shape[1])
-    if calibration is None or there < tokens:
+    available, length = (0, 1) if calibration is None else (calibration.numel(), calibration.shape[1])
+    if calibration is None or available < tokens:
         raise UserError(
-            f"{who} trains on {tokens:,} tokens an epoch, the calibration text has {there:,}; "
-            f"raise the scale's calibration, or give tokens={there}"
+            f"{who} trains on {tokens:,} tokens an epoch, the calibration text has {available:,}; "
+            f"raise the scale's calibration, or give tokens={available}"
         )
     if tokens < length:
         raise UserError(f"{who}: tokens is {tokens}; one sequence of the calibration text has {length}")
@@ -165,18 +165,20 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
     device = streams[0].device
     decay = settings.weight_decay
     fused = device.type == "cuda"
-    optimizers = {rate: graphs.adamw(some, rate, weight_decay=decay, fused=fused) for rate, some in by_rate.items()}
+    optimizers = {
+        rate: graphs.adamw(of_rate, rate, weight_decay=decay, fused=fused) for rate, of_rate in by_rate.items()
+    }
     count = len(task.students)
     second = [forward is not None for forward in task.seconds]
 
     def total(*rows: Tensor) -> Tensor:
         wants = iter(rows[count + 1 :])
         outputs = [forward(x) for forward, x in zip(task.students, rows[:count], strict=True)]
-        return loss(outputs, rows[count], [next(wants) if there else None for there in second])
+        return loss(outputs, rows[count], [next(wants) if is_second else None for is_second in second])
 
     sequences = len(streams[0].hidden)
-    each = steps_per_epoch(sequences, settings)
-    ahead = compiled(total, device, settings.epochs * each)
+    steps = steps_per_epoch(sequences, settings)
+    ahead = compiled(total, device, settings.epochs * steps)
 
     def step(*rows: Tensor) -> Tensor:
         value = ahead(*rows)
@@ -194,11 +196,11 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
     replayed = graphs.Replayed(step, changed)
     losses = []
     for epoch in range(settings.epochs):
-        taken = [batch_rows(first + epoch * each + i, sequences, settings) for i in range(each)]
+        batches = [batch_rows(first + epoch * steps + i, sequences, settings) for i in range(steps)]
         step_losses = []
-        for i, rows in enumerate(torch.stack(taken).to(streams[0].hidden.device)):
+        for i, rows in enumerate(torch.stack(batches).to(streams[0].hidden.device)):
             for rate, optimizer in optimizers.items():
-                graphs.set_rate(optimizer, rate_at((epoch + i / each) / settings.epochs, rate, settings.final))
+                graphs.set_rate(optimizer, rate_at((epoch + i / steps) / settings.epochs, rate, settings.final))
             step_losses.append(replayed(*(stream.take(rows) for stream in streams)).float().clone())
         losses += torch.stack(step_losses).tolist()
         if bad := next((i for i, value in enumerate(losses, start=1) if not math.isfinite(value)), None):
@@ -324,8 +326,8 @@ class BlockTrainer:
         curve = [float(part.mean()) for part in parts if len(part)]
         self.losses += curve
         with atomic(path) as temporary:
-            kept = {name: tensor.detach().cpu().contiguous() for name, tensor in task.tensors.items()}
-            save_file(kept, temporary, {"losses": json.dumps(curve)})
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in task.tensors.items()}
+            save_file(tensors, temporary, {"losses": json.dumps(curve)})
 
     def finish(self) -> None:
         """Delete the checkpoints: what was trained is about to be stored."""
@@ -340,10 +342,10 @@ def _second_targets(task: BlockTask, full: Stream | None, sources: Sequence[Stre
         full: what full precision gives for the sources, where they are all the same; else None.
         sources: what they are computed from, one for each student.
     """
-    wanted = [(source, forward) for source, forward in zip(sources, task.seconds) if forward is not None]
+    computed = [(source, forward) for source, forward in zip(sources, task.seconds) if forward is not None]
     if full is not None and task.seconds_are_full:
-        return [full for _ in wanted]
-    return [source.mapped(forward) for source, forward in wanted]
+        return [full for _ in computed]
+    return [source.mapped(forward) for source, forward in computed]
 
 
 def _called(block: nn.Module, kwargs: dict, x: Tensor) -> Tensor:

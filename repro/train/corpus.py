@@ -82,11 +82,11 @@ def train_tokenizer(corpus: Path, args: TokenizerArgs) -> Tokenizer:
 
     def sample():
         for path in paths:
-            taken = 0
+            characters = 0
             for document in documents(path):
-                if taken > share:
+                if characters > share:
                     break
-                taken += len(document)
+                characters += len(document)
                 yield document
 
     tokenizer = Tokenizer(models.BPE())
@@ -155,10 +155,10 @@ def words(text: str) -> list[str]:
 
 def _hashes(words: list[str], n: int) -> np.ndarray:
     """One uint64 per n-gram of the words `[W]`, `[max(W - n + 1, 0)]`; the same within one process."""
-    each = np.fromiter(map(hash, words), dtype=np.int64, count=len(words)).view(np.uint64)
+    word_hashes = np.fromiter(map(hash, words), dtype=np.int64, count=len(words)).view(np.uint64)
     out = np.zeros(max(len(words) - n + 1, 0), dtype=np.uint64)
     for offset in range(n):
-        out = out * np.uint64(0x9E3779B97F4A7C15) + each[offset : offset + len(out)]
+        out = out * np.uint64(0x9E3779B97F4A7C15) + word_hashes[offset : offset + len(out)]
     return out
 
 
@@ -170,15 +170,15 @@ def shared_ngrams(corpus: Path, texts: list[str], wikitext_every: int, n: int = 
     Raises:
         UserError: the folder holds no shards, or a layout is asked for and sacremoses is not installed.
     """
-    known = np.unique(np.concatenate([_hashes(words(text), n) for text in texts]))
-    if not len(known):
+    of_texts = np.unique(np.concatenate([_hashes(words(text), n) for text in texts]))
+    if not len(of_texts):
         return []
     shared = set()
     for path in tqdm(shards(corpus), desc="n-grams", mininterval=5):
         for document in prepared(path, wikitext_every):
             spoken = words(document)
             hashes = _hashes(spoken, n)
-            nearest = known[np.searchsorted(known[:-1], hashes)]
+            nearest = of_texts[np.searchsorted(of_texts[:-1], hashes)]
             for index in np.flatnonzero(nearest == hashes):
                 shared.add(" ".join(spoken[index : index + n]))
     return sorted(shared)

@@ -164,8 +164,8 @@ def pretrain(
         optimizer.zero_grad(set_to_none=True)
         running += loss.detach()
         if (step + 1) % 50 == 0 or step + 1 == steps:
-            taken = (step + 1) % 50 or 50
-            value = float(running) / taken
+            steps_since_log = (step + 1) % 50 or 50
+            value = float(running) / steps_since_log
             if not math.isfinite(value):
                 raise UserError(f"{name}: the loss is {value} at step {step + 1}; lower the learning rate")
             state["losses"].append([step + 1, round(value, 4)])

@@ -50,10 +50,12 @@ class Stream:
 
 def computing(model: nn.Module, dtype: Dtype) -> nn.Module:
     """`model` with parameters of a dtype: itself where it has it, else a copy; buffers (of RoPE) stay as they are."""
-    wanted = getattr(torch, dtype)
-    if all(parameter.dtype == wanted for parameter in model.parameters()):
+    compute_dtype = getattr(torch, dtype)
+    if all(parameter.dtype == compute_dtype for parameter in model.parameters()):
         return model
-    memo = {id(parameter): nn.Parameter(parameter.detach().to(wanted), False) for parameter in model.parameters()}
+    memo = {
+        id(parameter): nn.Parameter(parameter.detach().to(compute_dtype), False) for parameter in model.parameters()
+    }
     return copy.deepcopy(model, memo)
 
 
@@ -68,12 +70,12 @@ def embedded(model: nn.Module, ids: Tensor, dtype: Dtype, place: Place) -> tuple
     """
     parameter = next(model.parameters())
     device = torch.device("cpu") if place == "host" else parameter.device
-    made, kwargs = None, []
+    stream, kwargs = None, []
     for start in range(0, len(ids), TOGETHER):
         hidden, kwargs = block_inputs(model, ids[start : start + TOGETHER])
-        if made is None:
+        if stream is None:
             shape = (len(ids), *hidden[0].shape[1:])
             pinned = place == "host" and parameter.is_cuda
-            made = torch.empty(shape, dtype=getattr(torch, dtype), device=device, pin_memory=pinned)
-        made[start : start + TOGETHER] = torch.cat(hidden).to(made.dtype)
-    return Stream(made, parameter.device, parameter.dtype), kwargs
+            stream = torch.empty(shape, dtype=getattr(torch, dtype), device=device, pin_memory=pinned)
+        stream[start : start + TOGETHER] = torch.cat(hidden).to(stream.dtype)
+    return Stream(stream, parameter.device, parameter.dtype), kwargs

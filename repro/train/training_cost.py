@@ -95,8 +95,8 @@ def configuration(name: str, hub: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(**where)
     except Exception as error:  # what a damaged config.json leads to has many kinds
-        said = shortened(" ".join(str(error).split()), 200)
-        raise UserError(f"model {name!r} has no configuration that loads; check its config.json ({said})") from None
+        reason = shortened(" ".join(str(error).split()), 200)
+        raise UserError(f"model {name!r} has no configuration that loads; check its config.json ({reason})") from None
 
 
 @cache
@@ -144,8 +144,8 @@ def work(step: Any, sequences: int, length: int, quantized: bool, count: int) ->
         return Work(sequences, 0, 2.0 if step.calibrated else 0.0, 2 if step.calibrated else 0)
     used = max(1, min(sequences, config.tokens // length))
     cost = step.work(config, used, quantized, count)
-    seen = config.epochs * (used // config.batch) * config.batch * length
-    return replace(cost, tokens=round(cost.trained * seen))
+    tokens_seen = config.epochs * (used // config.batch) * config.batch * length
+    return replace(cost, tokens=round(cost.trained * tokens_seen))
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -180,9 +180,9 @@ def estimate(
         if cost.latent:
             trained = of.weights if cost.whole else of.weights // of.blocks
             tokens = length * (1 if cost.whole else step.config.batch)
-            kept = 2 * size + (4 * KEPT if getattr(step.config, "act_bits", 16) < 16 else 0)
+            bytes_per_element = 2 * size + (4 * KEPT if getattr(step.config, "act_bits", 16) < 16 else 0)
             step_bytes += 4 * trained * (4 + KEPT * cost.students)  # two of a gradient, AdamW's two
-            step_bytes += cost.students * tokens * of.features * (of.blocks if cost.whole else 1) * kept
+            step_bytes += cost.students * tokens * of.features * (of.blocks if cost.whole else 1) * bytes_per_element
             step_bytes += LOSS * cost.students if cost.whole else 0
             step_bytes = max(step_bytes, SAMPLING) if getattr(step.config, "data", "") == "sampled" else step_bytes
         away = getattr(step.config, "place", "device") == "host"

@@ -44,9 +44,9 @@ OWN_NUMBERS = ("consistent", "inconsistent", "within rounding")
 ON_STAND_INS = "holds on the stand-ins"  # of grade C
 DIRECTIONS = ("opposite direction", "no effect", "same direction, smaller", "same direction, larger")
 NO_VERDICT = "no verdict"
-COLLAPSED = 5.0  # times full precision's perplexity: above, a model has lost so much that a comparison says little
-LOST = "collapsed"  # what is missing of a case whose compared models all have
-EXCUSED = ("no_stand_in", "at_chance", LOST)  # of which no verdict can come here, however much is run
+COLLAPSED = 5.0  # times full precision's perplexity; comparisons of models above that say little
+LOST = "collapsed"  # why a case has no verdict if all compared models are above `COLLAPSED`
+EXCUSED = ("no_stand_in", "at_chance", LOST)  # reasons that no run at this scale can remove
 REASONS = {
     "no_stand_in": "without a stand-in",
     "at_chance": "at chance",
@@ -70,15 +70,15 @@ class CrossCheck(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One case of a claim: its comparison, the quantity on the printed cells, on the measured ones with interval.
+    """One case of a claim: its predicate, and the quantity on the printed and on the measured cells.
 
     Attributes:
         holds: the predicate that judges it.
-        verdict: 0 holds, 1 fails, 2 undecided; None where the case is not judged.
-        df: degrees of freedom of the interval's t quantile, none for a normal one.
-        on: the stand-ins, `*` after those whose cells were measured here on their first windows or items alone.
-        missing: why it is not judged: the status of the first cell that is not measured, or of one of `EXCUSED`.
-        nats: whether log probabilities are compared, and the printed value is of accuracies.
+        verdict: 0 holds, 1 fails, 2 undecided; None if the case is not judged.
+        df: degrees of freedom of the interval's t quantile; None for a normal one.
+        on: the stand-ins, with `*` if their cells were measured here on the first windows or items only.
+        missing: why it is not judged: the status of the first cell that is not measured, or one of `EXCUSED`.
+        nats: whether log probabilities are compared, while the printed value is of accuracies.
         cross_checks: the same quantity on other columns.
     """
 
@@ -103,11 +103,11 @@ class Judged:
 
     Attributes:
         grade: of the worst measured cell; empty without a verdict.
-        measured: whether there is a verdict, which measured cells alone can give.
-        why: what kept it from more: cases or cells that are missing, or the spec's own reason.
-        scale: where it was measured.
+        measured: whether there is a verdict, which needs measured cells.
+        why: why there is no (full) verdict: missing cases or cells, or the spec's own reason.
+        scale: at which it was measured.
         cells: every cell that its cases name, once.
-        own_numbers: of `OWN_NUMBERS`, what the paper's own cells say; empty where it does not print them all.
+        own_numbers: one of `OWN_NUMBERS`, by the paper's printed cells; empty if it does not print them all.
     """
 
     spec: tables.ClaimSpec
@@ -122,7 +122,7 @@ class Judged:
 
     @property
     def count(self) -> str:
-        """In how many of the cases that are judged the claim holds, such as `1 of 3 cases`."""
+        """In how many of the judged cases the claim holds, such as `1 of 3 cases`."""
         return counted([case.verdict == HOLDS for case in self.cases if case.verdict is not None])
 
     @property
@@ -135,17 +135,17 @@ class Judged:
 
     @property
     def one_seed(self) -> bool:
-        """Whether some measured cell rests on a single draw of what is drawn."""
+        """Whether some measured cell depends on a seed and has only one."""
         return self.measured and any(len(m.seeds.split()) == 1 for m in self.cells if m.status in MEASURED)
 
 
 def counted(flags: Sequence[bool]) -> str:
-    """In how many of all cases something is so, such as `1 of 3 cases`."""
+    """How many flags are set, such as `1 of 3 cases`."""
     return f"{sum(flags)} of {len(flags)} case{'s' * (len(flags) != 1)}"
 
 
 def unjudged(paper: str) -> dict[str, str]:
-    """Claims of a paper that neither a predicate nor arithmetic on its numbers can judge, by id, and why."""
+    """Claims of a paper, by id, that neither a predicate nor arithmetic on its numbers can judge, with the reason."""
     path = papers.HERE / paper / "unjudged.yaml"
     return load_yaml(path) if path.is_file() else {}
 
@@ -174,7 +174,10 @@ def verdict(claim: tables.ClaimSpec, measured: Sequence[Measured], scale: str) -
 
 
 def own_numbers(claim: tables.ClaimSpec, cases: Sequence[Case]) -> str:
-    """What the paper's own cells say of a claim, each known to half a unit of its last digit."""
+    """What the paper's printed cells say of a claim, each known to half a unit of its last digit.
+
+    Empty if the paper does not print all of them.
+    """
     if any(case.printed is None for case in cases):
         return ""
     printed_cells = rounding.cells(claim)
@@ -190,7 +193,7 @@ def _grade(cells: Sequence[Measurement]) -> str:
 
 
 def _missing(cases: Sequence[Case]) -> str:
-    """The cases that are not judged, counted by what is missing of them."""
+    """The cases that are not judged, counted by reason."""
     missing = [case.missing for case in cases if case.verdict is None]
     counts = {name: missing.count(name) for name in dict.fromkeys(missing)}
     return ", ".join(f"{n} of {counted_cases(len(cases))} {_reason(name)}" for name, n in counts.items())
@@ -239,7 +242,7 @@ def _word_of_most(
 
 
 def rejected(cases: Sequence[Case]) -> list[Case]:
-    """The cases that fail in a family of so many, by Holm's procedure at 5 %."""
+    """The cases that fail, by Holm's procedure at 5 % over the family of all cases."""
     by_chance = sorted(((p_failing(case), n) for n, case in enumerate(cases)), key=lambda pair: pair)
     failing = []
     for rank, (p, n) in enumerate(by_chance):
@@ -250,10 +253,11 @@ def rejected(cases: Sequence[Case]) -> list[Case]:
 
 
 def p_failing(case: Case) -> float:
-    """The p-value of a failing case: 1 less the level of the widest interval that lies wholly outside the predicate."""
+    """The p-value of a failing case: 1 minus the level of the widest interval that is wholly outside the predicate."""
     if case.verdict != FAILS:
         return 1.0
-    below, above = case.measured - case.lo, case.hi - case.measured
+    below = case.measured - case.lo
+    above = case.hi - case.measured
     if below == above == 0:
         return 0.0
     least, most = 1.0, 64.0  # times the half-widths at 95 %: the p-value of 64 of them is below that of any family
@@ -272,9 +276,11 @@ def p_failing(case: Case) -> float:
 
 
 def direction(failing: Sequence[Case], neutral: float = 0.0) -> str:
-    """How the cases that fail differ from the paper: the word of most of them, the mildest of words as frequent.
+    """How the failing cases differ from the paper: the most frequent of `DIRECTIONS`, of ties the mildest.
 
-    `neutral` is the quantity where nothing has an effect: 0 of a difference, 1 of a ratio.
+    Args:
+        failing: the cases that fail.
+        neutral: the quantity if nothing has an effect: 0 for a difference, 1 for a ratio.
     """
     words = []
     for case in failing:
@@ -297,17 +303,19 @@ def direction(failing: Sequence[Case], neutral: float = 0.0) -> str:
 
 
 def together(verdicts: Sequence[int | None], most: bool = False) -> int:
-    """Fails when one fails, holds when all hold, or of `most` as more than half do; else undecided."""
+    """Fails if one fails, holds if all hold; with `most`, what more than half do; otherwise undecided."""
     if most:
         half = len(verdicts) / 2
-        return HOLDS if verdicts.count(HOLDS) > half else FAILS if verdicts.count(FAILS) > half else UNDECIDED
+        if verdicts.count(HOLDS) > half:
+            return HOLDS
+        return FAILS if verdicts.count(FAILS) > half else UNDECIDED
     if FAILS in verdicts:
         return FAILS
     return HOLDS if set(verdicts) == {HOLDS} else UNDECIDED
 
 
 def verdict_of(case: Case) -> int:
-    """Holds: the whole interval satisfies the predicate; fails: none of it does; else, or without one, undecided."""
+    """Holds if the whole interval satisfies the predicate, fails if none of it does; otherwise undecided."""
     if case.lo is None or case.hi is None:
         return UNDECIDED
     satisfying = satisfied(case.holds, np.append(np.linspace(case.lo, case.hi, 1001), case.measured))
@@ -315,7 +323,10 @@ def verdict_of(case: Case) -> int:
 
 
 def _verdict(satisfying: np.ndarray) -> int:
-    return HOLDS if satisfying.all() else FAILS if not satisfying.any() else UNDECIDED
+    """The verdict from whether the predicate is satisfied at points of an interval, bool `[n]`."""
+    if satisfying.all():
+        return HOLDS
+    return UNDECIDED if satisfying.any() else FAILS
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
@@ -395,7 +406,7 @@ def _case(
 def _log_probabilities(
     claim: tables.ClaimSpec, cells: Mapping[str, Measured], by_key: Mapping[CellKey, Measured]
 ) -> dict[str, Measured]:
-    """What is read next to the named accuracies; empty unless the claim is judged on it and each of them has one."""
+    """The log probabilities next to the named accuracies; empty unless the claim is judged on them and all exist."""
     by_name = {}
     for name, measured in cells.items() if claim.log_probability else ():
         key = (*measured.cell.cell_key[:3], measured.cell.metric + tables.LOG_PROBABILITY)
@@ -406,7 +417,7 @@ def _log_probabilities(
 
 
 def _all_lost(cells: Iterable[Measured]) -> bool:
-    """Whether two or more compressed models are compared in perplexity, all above `COLLAPSED` times full precision."""
+    """Whether a case compares perplexities of several models that are all above `COLLAPSED` times full precision."""
     ratios = []
     for measured in cells:
         if measured.cell.unit != "ppl" or measured.full is None or measured.full.measurement.value is None:
@@ -423,7 +434,13 @@ def _cross_checks(
     cells: Mapping[str, Measured],
     table: Sequence[Measured],
 ) -> Iterator[CrossCheck]:
-    """The claim's cross-checks of one case: the same quantity on another column of the same rows."""
+    """The claim's cross-checks of one case: the same quantity on another column of the same rows.
+
+    Args:
+        judged: the quantity of the case itself.
+        cells: name in `quantity` to the cell that the case is judged on.
+        table: all cells that the claim may name.
+    """
     for name, column in claim.cross_checks.items():
         operands = {}
         for operand, measured in cells.items():

@@ -97,12 +97,12 @@ def paired(twice: Tensor, group: int) -> Columns:
     single += [channels] * (len(single) % 2)
     pairs = [(i, i) for i in twice.nonzero().flatten().tolist()] + list(zip(single[::2], single[1::2], strict=True))
     units = iter(sorted(pairs))
-    each = group // 2
-    groups = -(-len(pairs) // each)
-    empty = groups * each - len(pairs)
+    half = group // 2
+    groups = -(-len(pairs) // half)
+    empty = groups * half - len(pairs)
     index = []
     for number in range(groups):
         zeros = (number + 1) * empty // groups - number * empty // groups
-        index += chain.from_iterable(islice(units, each - zeros))
+        index += chain.from_iterable(islice(units, half - zeros))
         index += [channels] * (2 * zeros)
     return Columns.of(torch.tensor(index, device=twice.device), channels, group)

@@ -100,11 +100,11 @@ def on_quantized_inputs(
     """
     if min(widths.values(), default=16) >= 16:
         return block
-    made = copy.deepcopy(block, {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())})
+    copied = copy.deepcopy(block, {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())})
     for name, bits in widths.items():
         if bits < 16:
             own = replace(grid, bits=bits), columns.get(name)
-            made.get_submodule(name).register_forward_pre_hook(
+            copied.get_submodule(name).register_forward_pre_hook(
                 lambda _, args, own=own: (quantized(args[0], *own), *args[1:])
             )
-    return made
+    return copied
