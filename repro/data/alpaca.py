@@ -24,10 +24,10 @@ def documents(corpus: Corpus) -> list[str]:
     try:
         records = json.loads(content)
         texts = []
-    for record in records:
-        fields = [record[field].strip() for field in FIELDS]
-        texts.append("\n".join(filter(None, fields)))
-    return texts
+        for record in records:
+            fields = [record[field].strip() for field in FIELDS]
+            texts.append("\n".join(filter(None, fields)))
+        return texts
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{corpus.source}: not readable as corpus {corpus.name!r} ({error!r}); copy it again") from None
 
