@@ -85,6 +85,6 @@ def remove(lm: LowBitModel, name: str, channels: Tensor) -> None:
             f"{name}: aser quantizes anew without the outlier channels, which would undo any quantizer but rtn; "
             "put rtn before it, or give outlier_share=0",
         )
-    kept = full.clone()
-    kept[:, channels] = 0
-    lm.set_weight(name, grid.rtn(kept, own_grid))
+    remaining = full.clone()
+    remaining[:, channels] = 0
+    lm.set_weight(name, grid.rtn(remaining, own_grid))

@@ -31,15 +31,15 @@ def clip(weight: Tensor, x: Tensor, config: grid.Grid) -> Tensor:
     w, x = grid.split(weight, config), grid.split(x.float(), config)
     second_moment = torch.einsum("tgi,tgj->gij", x, x) / len(x)  # E[(x·d)²] = dᵀ E[x xᵀ] d
     least = torch.full_like(w[..., :1], torch.inf)
-    kept = w
+    best = w
     for high in SHARES:
         for low in SHARES:
             cut = w.clamp(low * w.amin(-1, keepdim=True), high * w.amax(-1, keepdim=True))
             d = grid.split(round_to_grid(cut.flatten(1), config), config) - w
             error = (torch.einsum("ngi,gij->ngj", d, second_moment) * d).sum(-1, keepdim=True)
-            kept = torch.where(error < least, cut, kept)
+            best = torch.where(error < least, cut, best)
             least = torch.minimum(error, least)
-    return kept.flatten(1)
+    return best.flatten(1)
 
 
 @torch.no_grad()
@@ -57,11 +57,11 @@ def clipped(
     """
     if not tokens:
         return weights
-    some = ids[:SEQUENCES]
+    sequences = ids[:SEQUENCES]
     searched = {n: x for n, x in block_linears(model).items() if not n.endswith(UNCLIPPED)}
-    seen: dict[str, list[Tensor]] = {name: [] for name in searched}
-    stride = max(1, some.numel() // tokens)
-    with each_input(searched, lambda name, x: seen[name].append(x.flatten(0, -2)[::stride])):
-        for rows in some.split(8):
+    inputs: dict[str, list[Tensor]] = {name: [] for name in searched}
+    stride = max(1, sequences.numel() // tokens)
+    with each_input(searched, lambda name, x: inputs[name].append(x.flatten(0, -2)[::stride])):
+        for rows in sequences.split(8):
             model.base_model(rows, use_cache=False)
-    return weights | {name: clip(weights[name], torch.cat(x), config) for name, x in seen.items()}
+    return weights | {name: clip(weights[name], torch.cat(x), config) for name, x in inputs.items()}

@@ -146,9 +146,9 @@ def search_scale(
         s = scale(s_x, i / config.n_grid)
         rounded = {name: (grid.rtn(W * s, config).dequantize() / s).to(W.dtype) for name, W in weights.items()}
         loss = torch.zeros((), device=s.device, dtype=torch.float64)
-        for (args, kwargs), want in zip(calls, wants, strict=True):
-            got = _output(torch.func.functional_call(module, rounded, args, kwargs))
-            loss += (got - want).float().square().sum()
+        for (args, kwargs), expected in zip(calls, wants, strict=True):
+            output = _output(torch.func.functional_call(module, rounded, args, kwargs))
+            loss += (output - expected).float().square().sum()
         if loss.item() < best:
             best = loss.item()
             best_scale = (s, i / config.n_grid)

@@ -100,8 +100,8 @@ def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) ->
     if config.data == "sampled" and (count := config.tokens // length):
         steps_per_epoch(count - math.ceil(config.held_out * count), config)  # sampling takes minutes
         return self_sampled(teacher, count, length, config.temperature, config.seed)
-    whole = calibration[:, : calibration.shape[1] // length * length]
-    return training_ids(whole.reshape(-1, length), config.tokens, "bitdistiller")
+    cut = calibration[:, : calibration.shape[1] // length * length]
+    return training_ids(cut.reshape(-1, length), config.tokens, "bitdistiller")
 
 
 @torch.no_grad()
@@ -149,7 +149,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     teacher = computing(teacher, config.compute)
     ids = sequences(teacher, calibration, config).to(model.device)
     weights = clipped(model, weights, calibration.to(model.device), config.clip_tokens, config)
-    taken = qat.input_grid("bitdistiller", config.act_bits, config.group)
+    input_grid = qat.input_grid("bitdistiller", config.act_bits, config.group)
     beta = confidence(teacher, ids[: config.batch * config.confidence_batches], config.confidence)
     held_out = math.ceil(config.held_out * len(ids))
     ids, validation = (
@@ -157,13 +157,13 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         Validation(ids[len(ids) - held_out :], config.every) if held_out else None,
     )
 
-    student = qat.student(model, config.compute, taken)
+    student = qat.student(model, config.compute, input_grid)
 
     def loss(rows: Tensor) -> Tensor:
-        made = {f"{name}.weight": fake_quantize(weight, config) for name, weight in weights.items()}
+        rounded = {f"{name}.weight": fake_quantize(weight, config) for name, weight in weights.items()}
         with torch.no_grad():
-            wanted = teacher(rows, use_cache=False).logits
-        return cakld(qat.logits(student, made, rows), wanted, beta)
+            teacher_logits = teacher(rows, use_cache=False).logits
+        return cakld(qat.logits(student, rounded, rows), teacher_logits, beta)
 
     settings = qat.settings(config, 1.0, model, ids.shape[1])
     folder = checkpoint_folder(model, ids, __file__, config)
@@ -171,7 +171,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     for name, weight in weights.items():
         with in_layer(name):
             lm.set_weight(name, grid.rtn(weight, config))
-    qat.finish(lm, "bitdistiller", taken, losses, ids, settings, validation)
+    qat.finish(lm, "bitdistiller", input_grid, losses, ids, settings, validation)
     lm.facts["training/beta"] = [beta]
 
 

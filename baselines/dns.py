@@ -113,9 +113,9 @@ class SparsePart(nn.Module):
         super().__init__()
         starts = tensors["starts"].long()
         rows = torch.repeat_interleave(torch.arange(linear.out_features, device=starts.device), starts.diff())
-        whole = torch.zeros(linear.out_features, linear.in_features, dtype=linear.weight.dtype, device=starts.device)
-        whole[rows, tensors["columns"].long()] = tensors["values"].to(whole.dtype)
-        self.register_buffer("weight", whole.to(linear.weight.device), persistent=False)
+        dense = torch.zeros(linear.out_features, linear.in_features, dtype=linear.weight.dtype, device=starts.device)
+        dense[rows, tensors["columns"].long()] = tensors["values"].to(dense.dtype)
+        self.register_buffer("weight", dense.to(linear.weight.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs `[..., N]` of inputs `[..., K]`, in their dtype."""

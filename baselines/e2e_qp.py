@@ -74,10 +74,10 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     groups = {name: weight.column_group().to(model.device) for name, weight in lm.weights.items()}
 
     def loss(rows: Tensor) -> Tensor:
-        made = {
+        rounded = {
             f"{name}.weight": (steps[name] * s[:, groups[name]]).to(steps[name].dtype) for name, s in scales.items()
         }
-        return next_token_loss(logits(model, made, rows), rows)
+        return next_token_loss(logits(model, rounded, rows), rows)
 
     settings = EndToEndSettings(
         config.lr, config.epochs, config.batch, config.warmup, 0.0, config.clip, 0.0, config.seed,

@@ -119,8 +119,8 @@ def quantized(block: nn.Module, tensors: dict[str, Tensor], config: Config, kwar
     block = inputs.on_quantized_inputs(block, dict.fromkeys(parts, config.act_bits), GroupGrid(group=config.group or 1))
 
     def run(x: Tensor) -> Tensor:
-        made = {f"{name}.weight": fake_quantize(*part, config).to(x.dtype) for name, part in parts.items()}
-        return torch.func.functional_call(block, made, (x,), kwargs)
+        rounded = {f"{name}.weight": fake_quantize(*part, config).to(x.dtype) for name, part in parts.items()}
+        return torch.func.functional_call(block, rounded, (x,), kwargs)
 
     return run
 
@@ -183,7 +183,7 @@ def train(lm: LowBitModel, calibration: Tensor | None, stages: Sequence[Config],
             with in_layer(f"{prefix}.{name}"):
                 lm.set_weight(f"{prefix}.{name}", grid.pack(codes, s, z, config))
             if config.act_bits < FULL:
-                taken = GroupGrid(config.act_bits, config.group)
-                lm.attach(f"{prefix}.{name}", inputs.attachment(who, codes.shape[1], taken))
+                input_grid = GroupGrid(config.act_bits, config.group)
+                lm.attach(f"{prefix}.{name}", inputs.attachment(who, codes.shape[1], input_grid))
     trainer.finish()
     lm.facts |= {"training/loss": trainer.losses, "training/tokens": [float(trainer.tokens)]}

@@ -126,8 +126,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     student = inputs.on_quantized_inputs(student, widths, config.input_grid(8))
 
     def loss(rows: Tensor) -> Tensor:
-        made = {f"{name}.weight": fake_quantize(weight, grid) for name, weight in weights.items()}
-        return next_token_loss(qat.logits(student, made, rows), rows)
+        rounded = {f"{name}.weight": fake_quantize(weight, grid) for name, weight in weights.items()}
+        return next_token_loss(qat.logits(student, rounded, rows), rows)
 
     settings = qat.settings(config, config.lr_final, model, ids.shape[1])
     losses = train(loss, weights, ids, settings, checkpoint_folder(model, ids, __file__, config), "group_qat")
@@ -136,6 +136,6 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             lm.set_weight(name, pack(weight, grid))
             if widths[name] < qat.FULL:
                 columns = weight.shape[1]
-                taken = config.input_grid(widths[name])
-                lm.attach(name, inputs.attachment("group_qat", columns, taken))
+                input_grid = config.input_grid(widths[name])
+                lm.attach(name, inputs.attachment("group_qat", columns, input_grid))
     qat.finish(lm, "group_qat", None, losses, ids, settings)

@@ -80,11 +80,11 @@ def factors(n: int) -> tuple[Tensor, ...]:
         listed = ", ".join(f"{order}·2^k" for order in ORDERS if order > 1)
         raise UserError(f"no Hadamard matrix of order {n} is known here; sizes are 2^k, {listed}")
     matrices = [ORDERS[fits[0]]() / fits[0] ** 0.5]
-    rest = n // fits[0]
-    while rest > 1:
-        width = min(rest, WIDEST)
+    remaining = n // fits[0]
+    while remaining > 1:
+        width = min(remaining, WIDEST)
         matrices.append(_sylvester(width) / width**0.5)
-        rest //= width
+        remaining //= width
     return tuple(matrices[1:] if fits[0] == 1 < n else matrices)
 
 

@@ -73,8 +73,8 @@ def hqq(weight: Tensor, config: Config) -> QuantizedWeight:
     Raises:
         UserError: the group does not divide K, the weight holds NaN or Inf, or a scale does not fit its dtype.
     """
-    own = grid.Grid(bits=config.bits, group=config.group, scale_dtype=config.scale_dtype)
-    groups = grid.split(grid.check(weight, own), own)  # [N, G, group]
+    stored_grid = grid.Grid(bits=config.bits, group=config.group, scale_dtype=config.scale_dtype)
+    groups = grid.split(grid.check(weight, stored_grid), stored_grid)  # [N, G, group]
     levels = 2**config.bits - 1
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     width = high - low

@@ -47,13 +47,13 @@ def alternate(
     W: Tensor, rank: int, iterations: int, quantize: Callable[[Tensor], QuantizedWeight]
 ) -> tuple[QuantizedWeight, Tensor, Tensor, list[float]]:
     """Algorithm 1 for a weight `[N, K]`: Ŵ_T, A `[r, K]`, B `[N, r]`, and ‖W - Ŵ_t - B_t A_t‖ for every t."""
-    rest = W.double()
+    residual = W.double()
     errors = []
     for _ in range(iterations):
-        weight = quantize(rest)
+        weight = quantize(residual)
         E = W.double() - weight.dequantize().double()
         A, B = low_rank.truncated(E, rank)
-        rest = W.double() - B @ A
+        residual = W.double() - B @ A
         errors.append(float((E - B @ A).norm()))
     return weight, A, B, errors
 
@@ -90,7 +90,7 @@ def quantizer(lm: LowBitModel, name: str, config: Config) -> Callable[[Tensor], 
     moved = {key: t.to(full.device) for key in stored.TENSORS if (t := getattr(stored, key)) is not None}
     weight = replace(stored, **moved)  # what a file held is on the CPU
     if config.iterations == 1:
-        return lambda rest: weight
+        return lambda residual: weight
     own_grid = low_rank.rtn_grid(weight, full)
     if own_grid is None:
         raise NotMeasurable(
@@ -98,4 +98,4 @@ def quantizer(lm: LowBitModel, name: str, config: Config) -> Callable[[Tensor], 
             f"{name}: loftq rounds weights anew from its second iteration on, which would undo any quantizer but rtn; "
             "put rtn before it, or give iterations=1",
         )
-    return lambda rest: grid.rtn(rest, own_grid)
+    return lambda residual: grid.rtn(residual, own_grid)

@@ -290,7 +290,7 @@ def rtn_grid(weight: QuantizedWeight, full: Tensor) -> grid.Grid | None:
         "scale_dtype": f"float{weight.scale_bits}",
     }
     for clip in ("none", "mse") if weight.group_index is None else ():
-        made = grid.rtn(full, candidate := grid.Grid(clip=clip, **options))
-        if torch.equal(made.codes, weight.codes) and torch.equal(made.scales, weight.scales):
+        rounded = grid.rtn(full, candidate := grid.Grid(clip=clip, **options))
+        if torch.equal(rounded.codes, weight.codes) and torch.equal(rounded.scales, weight.scales):
             return candidate
     return None

@@ -41,7 +41,7 @@ class Config(low_rank.Config):
 
 def scale(mean_abs: Tensor, batch: int) -> Tensor:
     """s `[K]`, the diagonal of S, of mean |x| by sequence `[S, K]`."""
-    s = torch.stack([some.mean(0) for some in mean_abs.split(batch)]).amax(0).clamp(min=SMALLEST)
+    s = torch.stack([batch_mean.mean(0) for batch_mean in mean_abs.split(batch)]).amax(0).clamp(min=SMALLEST)
     return s / (s.min() * s.max()).sqrt()
 
 

@@ -83,8 +83,10 @@ def sliced(codes: Tensor, away: int, master: int = MASTER) -> Tensor:
     """Codes without their `away` low bits, rounded half up and saturated, for integer and float codes."""
     if not away:
         return codes
-    kept = quantizer.shifted(codes, away)
-    return (kept + (quantizer.shifted(codes, away - 1) - 2 * kept)).clamp(max=2 ** (master - away) - 1)
+    shifted_codes = quantizer.shifted(codes, away)
+    return (shifted_codes + (quantizer.shifted(codes, away - 1) - 2 * shifted_codes)).clamp(
+        max=2 ** (master - away) - 1
+    )
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ def fake_quantize(latent: Tensor, grid: GroupGrid, widths: list[int]) -> dict[in
         scales, factor, z = quantizer.fit(groups, grid)
         s = quantizer.restored(scales, factor)
         q = quantizer.encode(groups, s, z, grid)
-        made = {r: quantizer.decode(sliced(q, MASTER - r), s, z, MASTER - r, "zero").flatten(1) for r in widths}
-    return {r: quantizer.StraightThrough.apply(latent, value) for r, value in made.items()}
+        by_width = {r: quantizer.decode(sliced(q, MASTER - r), s, z, MASTER - r, "zero").flatten(1) for r in widths}
+    return {r: quantizer.StraightThrough.apply(latent, value) for r, value in by_width.items()}
 
 
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
@@ -137,10 +139,10 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     student = qat.student(model, config.compute)
 
     def loss(rows: Tensor) -> Tensor:
-        made = {name: fake_quantize(latent, grids[name], widths) for name, latent in latents.items()}
+        rounded = {name: fake_quantize(latent, grids[name], widths) for name, latent in latents.items()}
         total = torch.zeros((), device=rows.device)
         for width in widths:
-            weights = {f"{name}.weight": each[width] for name, each in made.items()}
+            weights = {f"{name}.weight": by_width[width] for name, by_width in rounded.items()}
             total = total + config.lambdas[width] * next_token_loss(qat.logits(student, weights, rows), rows)
         return total
 

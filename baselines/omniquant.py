@@ -158,13 +158,13 @@ def learn(
             parts = clipping.fake_quantize().split([linear.out_features for linear in linears])
             for name, linear, part in zip(names, linears, parts, strict=True):
                 weights[f"{name}.weight"] = part.to(linear.weight.dtype)
-        got = torch.func.functional_call(block, weights, (x,), kwargs)
-        squares = sum((got - want).float().square().sum() for want in wants)
+        output = torch.func.functional_call(block, weights, (x,), kwargs)
+        squares = sum((output - expected).float().square().sum() for expected in wants)
         # The gradient of the sum, divided afterwards: that of the mean would underflow in half precision.
         for parameter, gradient in zip(logits, torch.autograd.grad(squares, logits), strict=True):
-            parameter.grad = gradient / got.numel()
+            parameter.grad = gradient / output.numel()
         optimizer.step()
-        return squares.detach() / got.numel()
+        return squares.detach() / output.numel()
 
     replayed = graphs.Replayed(step, partial(graphs.changed, optimizer))
     losses = []

@@ -137,7 +137,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """
     model = lm.model
     ids = training_ids(calibration, config.tokens, "paretoq").to(model.device)
-    taken = qat.input_grid("paretoq", config.act_bits, config.act_group, config.act_levels)
+    input_grid = qat.input_grid("paretoq", config.act_bits, config.act_group, config.act_levels)
     weights = qat.start(model, 0)
     scales = {name: first_scale(weight, config.bits) for name, weight in weights.items()}
     others = {}
@@ -145,11 +145,11 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         names = [name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in weights]
         others = {name: model.get_parameter(name).detach().float().clone() for name in names}
 
-    student = qat.student(model, config.compute, taken)
+    student = qat.student(model, config.compute, input_grid)
 
     def loss(rows: Tensor) -> Tensor:
-        made = {f"{name}.weight": fake_quantize(weight, scales[name], config) for name, weight in weights.items()}
-        return next_token_loss(qat.logits(student, made | others, rows), rows)
+        rounded = {f"{name}.weight": fake_quantize(weight, scales[name], config) for name, weight in weights.items()}
+        return next_token_loss(qat.logits(student, rounded | others, rows), rows)
 
     settings = qat.settings(config, 0.0, model, ids.shape[1])
     folder = checkpoint_folder(model, ids, __file__, config)
@@ -160,4 +160,4 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             lm.set_weight(name, pack(weight, scales[name], config))
     for name, value in others.items():
         lm.set_dense(name, value)
-    qat.finish(lm, "paretoq", taken, losses, ids, settings)
+    qat.finish(lm, "paretoq", input_grid, losses, ids, settings)

@@ -119,16 +119,16 @@ def outliers(model: nn.Module, ids: Tensor | None) -> dict[str, list[float]]:
     """
     statistics_of: dict[str, list[float]] = {}
     linears = block_linears(model)
-    seen = {} if ids is None else statistics(model, list(linears), ids, ("kurtosis",))
+    input_statistics = {} if ids is None else statistics(model, list(linears), ids, ("kurtosis",))
     for name, linear in linears.items():
         weight = linear.weight.double()
         centred = weight - weight.mean()
         kurtosis = centred.pow(4).mean() / centred.square().mean().square()
-        both = {"weight": (kurtosis.item(), weight.abs().amax(0))}
-        if seen:
-            pooled = replace(seen[name], powers=seen[name].powers.mean(1, keepdim=True))
-            both["input"] = (pooled.kurtosis().item() + 3, seen[name].max_abs.amax(0))
-        for kind, (kurtosis, largest) in both.items():
+        candidates = {"weight": (kurtosis.item(), weight.abs().amax(0))}
+        if input_statistics:
+            pooled = replace(input_statistics[name], powers=input_statistics[name].powers.mean(1, keepdim=True))
+            candidates["input"] = (pooled.kurtosis().item() + 3, input_statistics[name].max_abs.amax(0))
+        for kind, (kurtosis, largest) in candidates.items():
             statistics_of.setdefault(f"layers/{kind}_kurtosis", []).append(kurtosis)
             statistics_of.setdefault(f"layers/{kind}_ratio", []).append((largest.max() / largest.median()).item())
     return statistics_of

@@ -84,10 +84,12 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
     return layer
 
 
-def student(model: nn.Module, dtype: Dtype, taken: GroupGrid | None = None) -> nn.Module:
-    """The decoder that is trained: its parameters in a dtype, its block linears on quantized inputs if `taken`."""
+def student(model: nn.Module, dtype: Dtype, act_grid: GroupGrid | None = None) -> nn.Module:
+    """The decoder that is trained: its parameters in a dtype, its block linears on quantized inputs if `act_grid` is given."""
     model = computing(model, dtype)
-    return inputs.on_quantized_inputs(model, dict.fromkeys(block_linears(model), taken.bits), taken) if taken else model
+    if act_grid is None:
+        return model
+    return inputs.on_quantized_inputs(model, dict.fromkeys(block_linears(model), act_grid.bits), act_grid)
 
 
 def logits(model: nn.Module, weights: Mapping[str, Tensor], rows: Tensor) -> Tensor:
@@ -96,13 +98,13 @@ def logits(model: nn.Module, weights: Mapping[str, Tensor], rows: Tensor) -> Ten
 
 
 def finish(
-    lm: LowBitModel, step: str, taken: GroupGrid | None, losses: list[float], ids: Tensor, used: EndToEndSettings,
+    lm: LowBitModel, step: str, act_grid: GroupGrid | None, losses: list[float], ids: Tensor, used: EndToEndSettings,
     validation: Validation | None = None,
 ) -> None:  # fmt: skip
     """Attach what quantizes the inputs of every layer; note the loss of every step and the tokens that were seen."""
-    for name, linear in block_linears(lm.model).items() if taken else ():
-        plain = inputs.attachment(step, linear.in_features, taken)
-        lm.attach(name, replace(plain, numbers=plain.numbers | {"seq": taken.levels == "seq"}))
+    for name, linear in block_linears(lm.model).items() if act_grid else ():
+        plain = inputs.attachment(step, linear.in_features, act_grid)
+        lm.attach(name, replace(plain, numbers=plain.numbers | {"seq": act_grid.levels == "seq"}))
     lm.facts |= {"training/loss": losses, "training/tokens": [float(trained_tokens(ids, used))]}
     if validation and validation.losses:
         lm.facts["training/validation loss"] = validation.losses

@@ -54,8 +54,8 @@ def check(model: Any, online: bool) -> tuple[int, int]:
         )
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = {"hidden size": config.hidden_size, "head size": head}
-    for what, size in (sizes | ({"MLP size": config.intermediate_size} if online else {})).items():
-        with in_layer(what):
+    for name, size in (sizes | ({"MLP size": config.intermediate_size} if online else {})).items():
+        with in_layer(name):
             hadamard.factors(size)
     return config.hidden_size, head
 
@@ -100,19 +100,19 @@ def weights(model: Any, R1: Tensor, R2: Tensor) -> Iterator[tuple[str, Tensor]]:
     def wide(name: str) -> Tensor:
         return model.get_parameter(name).detach().to(R1.dtype)
 
-    there = {name for name, _ in model.named_parameters()}
+    parameter_names = {name for name, _ in model.named_parameters()}
     yield from ((name, wide(name) @ R1) for name in (EMBEDDING, f"{HEAD}.weight"))
     for r2, prefix in zip(R2, blocks(model), strict=True):
         for name in (*QKV, *GATED):
             value = wide(f"{prefix}.{name}.weight") @ R1
             yield f"{prefix}.{name}.weight", _rows(value, r2) if name == VALUE else value
-        if f"{prefix}.{VALUE}.bias" in there:
+        if f"{prefix}.{VALUE}.bias" in parameter_names:
             yield f"{prefix}.{VALUE}.bias", _rows(wide(f"{prefix}.{VALUE}.bias"), r2)
         by_head = wide(f"{prefix}.{OUT}.weight").unflatten(1, (-1, len(r2)))
         yield f"{prefix}.{OUT}.weight", R1.T @ (by_head @ r2).flatten(1)
         yield f"{prefix}.{DOWN}.weight", R1.T @ wide(f"{prefix}.{DOWN}.weight")
         for key in (f"{prefix}.{OUT}.bias", f"{prefix}.{DOWN}.bias"):
-            if key in there:
+            if key in parameter_names:
                 yield key, wide(key) @ R1
 
 

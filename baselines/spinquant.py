@@ -127,10 +127,12 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             grid.check(linear.weight.data, solver)
     downs = {name: layers[name] for name in layers if config.online and name.endswith(rotation.DOWN)}
     turned = {name: hadamard.RotatedInputs(linear) for name, linear in downs.items()}
-    taken = {name: config.inputs(linear) for name, linear in layers.items()} if config.act_bits < FULL else {}
+    input_grids = {name: config.inputs(linear) for name, linear in layers.items()} if config.act_bits < FULL else {}
     with each_input(downs, lambda name, x: turned[name].turn(x)):
         tied = rotation.fold(model, downs)
-        with each_input({name: layers[name] for name in taken}, lambda name, x: fake_quantize(x, taken[name])):
+        with each_input(
+            {name: layers[name] for name in input_grids}, lambda name, x: fake_quantize(x, input_grids[name])
+        ):
             R1, R2, losses = rotation.learn(model, ids, config, solver if config.solver == "rtn" else None)
         rotation.rotate(model, R1, R2)
         if config.solver == "gptq":
@@ -139,7 +141,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             rtn.apply(lm, None, solver)
     rotation.keep(lm, tied)
     for name, linear in layers.items():
-        numbers = inputs.attachment("", linear.in_features, taken[name]).numbers if name in taken else {}
+        numbers = inputs.attachment("", linear.in_features, input_grids[name]).numbers if name in input_grids else {}
         if name in downs:
             numbers = {"columns": linear.in_features, **numbers, "online": 1}
         if numbers:

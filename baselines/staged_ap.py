@@ -61,5 +61,5 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 def work(config: Config, sequences: int, quantized: bool, count: int) -> training_cost.Work:
     """What its training takes: one pass of EfficientQAT a stage."""
     stages = len(config.stages)
-    each = training_cost.by_blocks(config, sequences, quantized, count)
-    return replace(each, passes=stages * each.passes, trained=stages)
+    of_stage = training_cost.by_blocks(config, sequences, quantized, count)
+    return replace(of_stage, passes=stages * of_stage.passes, trained=stages)

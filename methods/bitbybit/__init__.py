@@ -206,10 +206,10 @@ def split_channels(teacher: nn.Module, states: Sequence[TrainedBlock], ids: Tens
         config: ratio, metric and group.
     """
     extras = ("kurtosis",) if config.split_metric == "kurtosis" else ()
-    seen = statistics(teacher, list(block_linears(teacher)), ids, extras)
+    input_statistics = statistics(teacher, list(block_linears(teacher)), ids, extras)
     for number, (prefix, state) in enumerate(zip(blocks(teacher), states, strict=True)):
         share = splitting.ratio(number, len(states), config.split_first, config.split_last)
-        of_block = {name: seen[f"{prefix}.{name}"] for name in state.latent}
+        of_block = {name: input_statistics[f"{prefix}.{name}"] for name in state.latent}
         state.columns |= splitting.block_columns(state.latent, of_block, share, config.split_metric, config.group)
     split_counts = []
     for state in states:
@@ -221,8 +221,8 @@ def input_kurtosis(model: nn.Module, ids: Tensor) -> dict[str, float]:
     """κ = E(x - μ)⁴ / σ⁴ of the inputs of each down-projection, over all tokens and channels (appendix B.2)."""
     names = [name for name in block_linears(model) if name.endswith(DOWN)]
     kurtosis = {}
-    for name, seen in statistics(model, names, ids, ("kurtosis",)).items():
-        pooled = replace(seen, powers=seen.powers.mean(1, keepdim=True))
+    for name, input_statistics in statistics(model, names, ids, ("kurtosis",)).items():
+        pooled = replace(input_statistics, powers=input_statistics.powers.mean(1, keepdim=True))
         kurtosis[name] = pooled.kurtosis().item() + 3
     return {name: kurtosis[name] for name in names}
 

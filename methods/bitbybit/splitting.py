@@ -13,7 +13,7 @@ from repro.models.groups.columns import Columns, paired
 Metric = Literal["product", "weight", "activation", "kurtosis"]
 
 
-def sensitivity(metric: Metric, weight: Tensor, seen: InputStatistics) -> Tensor:
+def sensitivity(metric: Metric, weight: Tensor, inputs: InputStatistics) -> Tensor:
     """The outlier metric of each input channel, float64 `[K]`.
 
     "product" is O_i = ‖X_:,i‖₂ · max_j |W_ij|, "weight" the largest |W_ij| alone, "activation" the largest |X_:,i|, as
@@ -22,16 +22,16 @@ def sensitivity(metric: Metric, weight: Tensor, seen: InputStatistics) -> Tensor
     Args:
         metric: one of the four.
         weight: `[N, K]`, a row for each output.
-        seen: the layer's inputs on calibration text, with kurtosis for that metric.
+        inputs: the layer's inputs on calibration text, with kurtosis for that metric.
     """
     if metric == "kurtosis":
-        return seen.kurtosis().nan_to_num(nan=-math.inf)
+        return inputs.kurtosis().nan_to_num(nan=-math.inf)
     if metric == "activation":
-        return seen.max_abs.amax(0)
+        return inputs.max_abs.amax(0)
     largest = weight.detach().abs().amax(0).double()
     if metric == "weight":
         return largest
-    return seen.mean_square.mean(0).sqrt() * largest.to(seen.mean_square.device)  # ‖X‖₂ but for √tokens
+    return inputs.mean_square.mean(0).sqrt() * largest.to(inputs.mean_square.device)  # ‖X‖₂ but for √tokens
 
 
 def ratio(block: int, blocks: int, first: float, last: float) -> float:
@@ -56,13 +56,13 @@ def chosen(values: Tensor, size: int, group: int) -> Columns:
 
 
 def block_columns(
-    weights: Mapping[str, Tensor], seen: Mapping[str, InputStatistics], share: float, metric: Metric, group: int
+    weights: Mapping[str, Tensor], inputs: Mapping[str, InputStatistics], share: float, metric: Metric, group: int
 ) -> dict[str, Columns]:
     """The columns of each linear of a block, by name, on the device of its weight.
 
     Args:
         weights: `[N, K]` of each.
-        seen: its inputs.
+        inputs: statistics of its inputs.
         share: r_l.
         metric: by which channels are ranked.
         group: columns that share a step.
@@ -72,6 +72,6 @@ def block_columns(
     """
     columns_of = {}
     for name, weight in weights.items():
-        values = sensitivity(metric, weight, seen[name])
+        values = sensitivity(metric, weight, inputs[name])
         columns_of[name] = chosen(values, count(share, len(values)), group).to(weight.device)
     return columns_of

@@ -86,8 +86,8 @@ def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) ->
     count = max(config.sequences, config.cka_samples)
     if config.source == "self":
         return self_sampled(teacher, count, config.tokens, config.sampling_temperature, config.seed)
-    whole = 0 if calibration is None else calibration.shape[1] // config.tokens * config.tokens
-    rows = calibration[:, :whole].reshape(-1, config.tokens) if whole else torch.empty(0, config.tokens)
+    usable = 0 if calibration is None else calibration.shape[1] // config.tokens * config.tokens
+    rows = calibration[:, :usable].reshape(-1, config.tokens) if usable else torch.empty(0, config.tokens)
     if len(rows) < config.sequences:
         raise UserError(f"spear: {config.sequences} sequences of {config.tokens} tokens, the corpus has {len(rows)}")
     return rows[:count].to(teacher.device)

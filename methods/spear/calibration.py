@@ -37,8 +37,8 @@ def self_sampled(model: nn.Module, count: int, length: int, temperature: float, 
     """int64 `[count, length]` token ids sampled from the full-precision model, BOS first."""
     c = model.config
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    each = 2 * c.num_hidden_layers * c.num_key_value_heads * width * model.dtype.itemsize * length
-    together = max(1, CACHE_BYTES // each)
+    bytes_per_sequence = 2 * c.num_hidden_layers * c.num_key_value_heads * width * model.dtype.itemsize * length
+    together = max(1, CACHE_BYTES // bytes_per_sequence)
     sizes = [min(together, count - start) for start in range(0, count, together)]
     return torch.cat([sample(model, n, length, (seed << 20) + i, temperature) for i, n in enumerate(sizes)])
 
@@ -123,13 +123,13 @@ def calibrate(
 def frozen(model: nn.Module) -> Iterator[None]:
     """No parameter of `model` requires a gradient, it is in evaluation mode, and attention is plain matrix products:
     the gradients of the fused kernels are summed in an order that changes from run to run on CUDA."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.eval()
-    for parameter in wanted:
+    for parameter in trainable:
         parameter.requires_grad_(False)
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        for parameter in wanted:
+        for parameter in trainable:
             parameter.requires_grad_(True)

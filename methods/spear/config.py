@@ -151,5 +151,5 @@ class Config:
     def phases(self) -> list[Phase]:
         """Both phases, or the first without gate; steps × learning rate are those of full effort."""
         faster = math.ceil(self.samples / self.batch) / self.steps
-        both = [(self.lr1 * faster, self.epochs1), (self.lr2 * faster, self.epochs2)]
-        return [Phase(trained, *rate) for trained, rate in zip((FACTORS, GATE), both)][: 2 if self.gate else 1]
+        phases = [(self.lr1 * faster, self.epochs1), (self.lr2 * faster, self.epochs2)]
+        return [Phase(trained, *rate) for trained, rate in zip((FACTORS, GATE), phases)][: 2 if self.gate else 1]

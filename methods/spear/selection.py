@@ -91,9 +91,9 @@ def normalized(values: Sequence[float]) -> np.ndarray:
 def select(damage: Sequence[float], cost: Sequence[float], K: int, p: int, cost_weight: float) -> list[int]:
     """Indices of K layers: the p most damaged, then those with the best δ̃ - λ·t̃ (equation 10); ties in model order."""
     order = sorted(range(len(damage)), key=lambda i: -damage[i])
-    protected, rest = order[: min(p, K)], order[min(p, K) :]
+    protected, others = order[: min(p, K)], order[min(p, K) :]
     score = normalized(damage) - cost_weight * normalized(cost)
-    return sorted(protected + sorted(rest, key=lambda i: (-score[i], i))[: K - len(protected)])
+    return sorted(protected + sorted(others, key=lambda i: (-score[i], i))[: K - len(protected)])
 
 
 def rank(budget: int, shapes: list[tuple[int, int]], hidden: int) -> int:

@@ -72,12 +72,12 @@ def encode(x: Tensor, importance: Tensor | None = None) -> Tensor:
     if not torch.isfinite(x).all():
         raise UserError("a weight is NaN or Inf; the model is damaged")
     size = CHUNK.get(x.device.type, CHUNK["cpu"])
-    made = torch.empty(len(x), BYTES, dtype=torch.uint8, device=x.device)
+    encoded = torch.empty(len(x), BYTES, dtype=torch.uint8, device=x.device)
     with torch.no_grad():
         for at in range(0, len(x), size):
             weights = None if importance is None else importance[at : at + size].float()
-            made[at : at + size] = _encode(x[at : at + size].float(), weights)
-    return made
+            encoded[at : at + size] = _encode(x[at : at + size].float(), weights)
+    return encoded
 
 
 def decode(blocks: Tensor) -> Tensor:

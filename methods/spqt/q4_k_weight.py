@@ -51,8 +51,8 @@ class Q4KWeight:
     @property
     def shape(self) -> torch.Size:
         """`[N, K]`"""
-        one = self.stack[0]
-        columns = one.shape[1] // q4_k.BYTES * q4_k.SUPER if self.layout == "row" else one.shape[1]
+        first_band = self.stack[0]
+        columns = first_band.shape[1] // q4_k.BYTES * q4_k.SUPER if self.layout == "row" else first_band.shape[1]
         return torch.Size((self.end - self.start, columns))
 
     def dequantize(self) -> Tensor:
@@ -60,10 +60,10 @@ class Q4KWeight:
         rows, columns = self.shape
         if self.layout == "row":
             return q4_k.dequantize(self.stack[0][self.start : self.end], columns)
-        own = self.rows(0, rows)
-        blocks = own.blocks if self.layout == "zigzag" else zigzag.from_planes(own.codes, own.scales)
+        all_rows = self.rows(0, rows)
+        blocks = all_rows.blocks if self.layout == "zigzag" else zigzag.from_planes(all_rows.codes, all_rows.scales)
         bands = q4_k.decode(blocks.view(-1, q4_k.BYTES)).view(*blocks.shape[:2], zigzag.BAND)
-        return zigzag.from_zigzag(bands)[own.start : own.end]
+        return zigzag.from_zigzag(bands)[all_rows.start : all_rows.end]
 
     def rows(self, start: int, end: int) -> "Q4KWeight":
         """A copy of the output rows `start … end - 1`, with the whole bands of 256 rows that they lie in."""

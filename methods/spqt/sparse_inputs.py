@@ -69,10 +69,10 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     UserError for too few tokens, inputs that are not finite, or a block that the search does not know.
     """
-    given = 0 if calibration is None else calibration.numel()
-    if given < config.tokens:
+    available = 0 if calibration is None else calibration.numel()
+    if available < config.tokens:
         raise UserError(
-            f"spqt takes its thresholds from {config.tokens} calibration tokens and got {given}; "
+            f"spqt takes its thresholds from {config.tokens} calibration tokens and got {available}; "
             "raise the scale's calibration, or lower `tokens`"
         )
     length = calibration.shape[1]
@@ -108,8 +108,8 @@ class SparseLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """y `[…, L, N]` of inputs `[…, L, K]`."""
-        dense, rest = x.tensor_split([self.first(x.shape[-2])], -2)
-        return self.linear(torch.cat([dense, zeroed(rest, self.threshold)], -2))
+        dense, later = x.tensor_split([self.first(x.shape[-2])], -2)
+        return self.linear(torch.cat([dense, zeroed(later, self.threshold)], -2))
 
 
 def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, float]) -> nn.Linear:

@@ -32,9 +32,9 @@ class InputHistogram(NamedTuple):
 
     def threshold(self, s: float) -> float:
         """The quantile at 0.5 + s/2, linear between centres, rounded to float32; never below 0, and 0 for s = 0."""
-        wanted = (0.5 + s / 2) * self.below[-1]
-        i = int(np.clip(np.searchsorted(self.below, wanted), 1, BINS - 1))
-        t = np.interp(wanted, self.below[i - 1 : i + 1], self.centres[i - 1 : i + 1])
+        rank = (0.5 + s / 2) * self.below[-1]
+        i = int(np.clip(np.searchsorted(self.below, rank), 1, BINS - 1))
+        t = np.interp(rank, self.below[i - 1 : i + 1], self.centres[i - 1 : i + 1])
         return float(np.float32(max(t, 0.0))) if s else 0.0
 
 
@@ -138,10 +138,10 @@ def _error(
     attention: dict[tuple[float, ...], Tensor] = {}
 
     @torch.no_grad()
-    def output(given: Sparsities) -> Tensor:
-        at = {name: histograms[name].threshold(s) for name, s in given.items() if s}
+    def output(sparsities: Sparsities) -> Tensor:
+        at = {name: histograms[name].threshold(s) for name, s in sparsities.items() if s}
         with each_input({name: layers[name] for name in at}, lambda name, x: zeroed(x, at[name])):
-            key = tuple(s for name, s in given.items() if ".mlp." not in name)
+            key = tuple(s for name, s in sparsities.items() if ".mlp." not in name)
             if key not in attention:
                 h = x + block.self_attn(hidden_states=block.input_layernorm(x), **words)[0]
                 attention[key] = h[:, int(h.shape[1] * (1 - LAST)) :].clone()
@@ -149,9 +149,9 @@ def _error(
 
     dense = cache(lambda: output(dict.fromkeys(layers, 0.0)))
 
-    def error(given: Sparsities) -> float:
+    def error(sparsities: Sparsities) -> float:
         try:
-            return (output(given) - dense()).norm(dim=1).mean().item()
+            return (output(sparsities) - dense()).norm(dim=1).mean().item()
         except AttributeError as missing:
             raise UserError(f"TEAL's search does not know this block ({missing}); use thresholds=unified") from None
 

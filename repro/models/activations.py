@@ -148,9 +148,9 @@ def statistics(
     Raises:
         UserError: a layer did not run, or its inputs are not finite.
     """
-    asked = list(names), sorted(extras), ids.shape, model.device
+    request = list(names), sorted(extras), ids.shape, model.device
     key = tensors_hash(
-        asked, (ids, torch.empty(0) if weights is None else weights, *model.parameters(), *model.buffers())
+        request, (ids, torch.empty(0) if weights is None else weights, *model.parameters(), *model.buffers())
     )
     if key in _kept:
         return _kept[key]

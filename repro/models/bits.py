@@ -30,12 +30,12 @@ def report(lm: LowBitModel, float_bits: int | None = None) -> dict[str, Any]:
         )
     quantized = {id(lm.model.get_submodule(name).weight): weight for name, weight in lm.weights.items()}
     block = dict.fromkeys(("codes", "scales", "zeros", "indices", "unquantized"), 0)
-    block_weights = other = 0
+    block_weights = other_bits = 0
     for parameter in lm.model.parameters():
         dense = {"unquantized": parameter.numel() * (float_bits or parameter.dtype.itemsize * 8)}
         stored = quantized[id(parameter)].stored_bits() if id(parameter) in quantized else dense
         if id(parameter) not in in_blocks:
-            other += sum(stored.values())
+            other_bits += sum(stored.values())
             continue
         block_weights += parameter.numel()
         for kind, bits in stored.items():
@@ -47,7 +47,7 @@ def report(lm: LowBitModel, float_bits: int | None = None) -> dict[str, Any]:
         "block": block,
         "block_weights": block_weights,
         "bpw": bits / block_weights,
-        "other": other,
-        "bits": bits + other,
-        "bytes": (bits + other + 7) // 8,
+        "other": other_bits,
+        "bits": bits + other_bits,
+        "bytes": (bits + other_bits + 7) // 8,
     }

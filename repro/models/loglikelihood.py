@@ -101,7 +101,7 @@ def score(
         if unscaled_positions(model.config) < math.inf:
             tokens = 1  # a row a pass: a longer one beside it would change its rotary embedding
     log_p = []
-    same = []
+    greedy = []
     owner = []
     cached = None
     of = -1
@@ -110,7 +110,7 @@ def score(
         if batch[0].prefix != of:
             of = batch[0].prefix
             cached = _keys_and_values(model, prefixes[of])
-        for answer, out in zip(_answers(model, cached, 0 if of < 0 else len(prefixes[of]), batch), (log_p, same)):
+        for answer, out in zip(_answers(model, cached, 0 if of < 0 else len(prefixes[of]), batch), (log_p, greedy)):
             out.append(answer)
         for prompt in batch:
             for row, ids in zip(prompt.rows, prompt.answers):
@@ -120,7 +120,7 @@ def score(
         raise UserError(
             "the model's logits hold NaN or Inf; the model's weights, its scales or its calibration are broken"
         )
-    missed = np.bincount(owner, ~torch.cat(same).cpu().numpy(), len(rows)) if rows else np.zeros(0)
+    missed = np.bincount(owner, ~torch.cat(greedy).cpu().numpy(), len(rows)) if rows else np.zeros(0)
     return loglik, missed == 0, cut
 
 
@@ -267,7 +267,7 @@ def _answers(model: nn.Module, cached: Any, before: int, batch: list[AnsweredPro
     mask = _apart(tensors[2], before, model.dtype) if batch[0].branches > 1 else None
     words = {"position_ids": tensors[1], "attention_mask": mask, "past_key_values": past, "use_cache": past is not None}
     log_p = []
-    same = []
+    greedy = []
     head = model.get_output_embeddings()
 
     def only(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -278,9 +278,9 @@ def _answers(model: nn.Module, cached: Any, before: int, batch: list[AnsweredPro
     step = max(1, CHUNK // logits.shape[1])
     for part, target in zip(logits.split(step), tensors[3][2].split(step)):
         scores = part.float()
-        same.append(scores.argmax(-1) == target)
+        greedy.append(scores.argmax(-1) == target)
         log_p.append(scores.log_softmax(-1).gather(1, target[:, None])[:, 0].double())
-    return torch.cat(log_p), torch.cat(same)
+    return torch.cat(log_p), torch.cat(greedy)
 
 
 def _apart(branch: Tensor, before: int, dtype: torch.dtype) -> Tensor:

@@ -139,8 +139,8 @@ def score(
         others = _full_logits(reference, ids, of_full) if start < compared else None
         for row, window in enumerate(range(start, start + len(ids))):
             reference_logits = others[row] if window < compared else None
-            nll, kl, same = _positions(logits[row], ids[row, 1:], reference_logits, window)
-            values = (nll,) if reference_logits is None else (nll, kl.clamp(min=0), same)
+            nll, kl, agreement = _positions(logits[row], ids[row, 1:], reference_logits, window)
+            values = (nll,) if reference_logits is None else (nll, kl.clamp(min=0), agreement)
             means = [*torch.stack([v.mean(dtype=torch.float64) for v in values]).tolist(), None, None][:3]
             rows.append((window, *ids[row, :2].tolist(), len(nll), *means))
     return pd.DataFrame(rows, columns=SCHEMA.names).astype({"kl": "Float64", "top1": "Float64"})
@@ -284,19 +284,19 @@ def _positions(logits: Tensor, targets: Tensor, reference: Tensor | None, window
         reference = reference.to(logits.device)
     targets = targets.to(logits.device)
     step = max(1, CHUNK // logits.shape[1])
-    nll, kl, same = [], [], []
+    nll, kl, agreement = [], [], []
     for start in range(0, len(logits), step):
         part = slice(start, start + step)
         log_q = logits[part].float().log_softmax(-1)
         nll.append(-log_q.gather(1, targets[part, None])[:, 0].double())
         if reference is not None:
             log_p = reference[part].float().log_softmax(-1)
-            same.append(logits[part].argmax(1) == reference[part].argmax(1))
+            agreement.append(logits[part].argmax(1) == reference[part].argmax(1))
             kl.append(log_q.sub_(log_p).mul_(log_p.exp_()).sum(1, dtype=torch.float64).neg_())
-    return tuple(torch.cat(parts) if parts else torch.empty(0) for parts in (nll, kl, same))
+    return tuple(torch.cat(parts) if parts else torch.empty(0) for parts in (nll, kl, agreement))
 
 
-def _check_finite(logits: Tensor, what: str) -> None:
+def _check_finite(logits: Tensor, name: str) -> None:
     if not all(map(math.isfinite, torch.stack(torch.aminmax(logits)).tolist())):  # once: a GPU waits for the answer
         kind = "NaN" if logits.isnan().any() else "Inf"
-        raise UserError(f"{what} hold {kind}; the model's weights, its scales or its calibration are broken")
+        raise UserError(f"{name} hold {kind}; the model's weights, its scales or its calibration are broken")

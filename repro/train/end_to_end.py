@@ -171,14 +171,14 @@ def train(
         step_losses.append(replayed(ids[batch_rows(number, len(ids), settings).to(ids.device)]).float().clone())
         if validation and ((number + 1) % validation.every == 0 or number + 1 == steps):
             validation.look(_finite(looked(validation.ids).item(), number, f"{who}: the validation loss"), tensors)
-        now = time.perf_counter()
-        if len(step_losses) == LOOKED_AT or number + 1 == steps or now - saved > SAVE_EVERY:
+        ended = time.perf_counter()
+        if len(step_losses) == LOOKED_AT or number + 1 == steps or ended - saved > SAVE_EVERY:
             for value in torch.stack(step_losses).tolist():
                 losses.append(_finite(value, len(losses), f"{who}: the loss"))
             step_losses = []
-            if now - saved > SAVE_EVERY and number + 1 < steps:
+            if ended - saved > SAVE_EVERY and number + 1 < steps:
                 _save(path, tensors, optimizer, losses, validation)
-                saved = now
+                saved = ended
     for name, tensor in tensors.items():
         tensor.requires_grad_(False).grad = None
         if not torch.isfinite(tensor).all():

@@ -173,13 +173,13 @@ def pretrain(
             if warm is None:
                 warm = (step + 1, time.perf_counter())
             bar.set_postfix(loss=f"{value:.3f}")
-            now = time.perf_counter()
-            if now - started > stop_after_s:
+            ended = time.perf_counter()
+            if ended - started > stop_after_s:
                 break
-            if now - saved > checkpoint_every_s and step + 1 < steps:
-                so_far = state | {"step": step + 1, "seconds": state["seconds"] + now - started}
+            if ended - saved > checkpoint_every_s and step + 1 < steps:
+                so_far = state | {"step": step + 1, "seconds": state["seconds"] + ended - started}
                 save_checkpoint(checkpoint, model, optimizer, so_far)
-                saved = now
+                saved = ended
     done = step + 1 >= steps
     elapsed = time.perf_counter() - started
     state["step"], state["seconds"] = step + 1, state["seconds"] + elapsed
