@@ -80,7 +80,9 @@ def truncated(E: Tensor, rank: int, S: Tensor | None = None) -> tuple[Tensor, Te
 
 def weighted(E: Tensor, S: Tensor | None) -> Tensor:
     """E S for an S as `truncated` takes it."""
-    return E if S is None else E * S if S.dim() == 1 else E @ S
+    if S is None:
+        return E
+    return E * S if S.dim() == 1 else E @ S
 
 
 def symmetric_root(G: Tensor) -> Tensor:

@@ -60,7 +60,9 @@ class Config(grid.Grid):
     @property
     def passes(self) -> int:
         """Epochs that are run."""
-        return self.epochs if self.epochs is not None else 40 if self.bits == 2 else 20
+        if self.epochs is not None:
+            return self.epochs
+        return 40 if self.bits == 2 else 20
 
     @property
     def two_targets(self) -> bool:

@@ -85,7 +85,7 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
 
 
 def student(model: nn.Module, dtype: Dtype, act_grid: GroupGrid | None = None) -> nn.Module:
-    """The decoder that is trained: parameters in a dtype, block linears on inputs that `act_grid` quantizes, if given."""
+    """The decoder that is trained: parameters in a dtype, block linears on inputs that `act_grid` quantizes."""
     model = computing(model, dtype)
     if act_grid is None:
         return model

@@ -76,10 +76,10 @@ def prepare(logits: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     count, length = logits.shape
     kernel = Prepared(argmax_kernel, (count,), BLOCK=BLOCK, UNROLLED=UNROLLED, num_warps=32)
 
-    made = blank(torch.int64, count)
+    allocate = blank(torch.int64, count)
 
     def launch(logits: torch.Tensor) -> torch.Tensor:
-        tokens = made(logits)
+        tokens = allocate(logits)
         kernel(logits, tokens, length)
         return tokens
 

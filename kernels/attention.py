@@ -44,14 +44,14 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     shape, dtype = (b, case["Hk"], context + n, size), getattr(torch, case["dtype"])
     typed = {"q": (b * n, case["Hq"], size), "keys": shape, "values": shape}
     inputs = {m: torch.randn(s, generator=generator).to(device, dtype) for m, s in typed.items()}
-    whole = {"rows": torch.arange(b)[:, None].expand(b, n), "lengths": before + 1 + torch.arange(n)}
+    plain = {"rows": torch.arange(b)[:, None].expand(b, n), "lengths": before + 1 + torch.arange(n)}
     if case["tree"]:
         mask = torch.eye(n, dtype=torch.bool)
         for t in range(1, n):
             mask[t] |= mask[torch.randint(t, (), generator=generator)]
-        whole["start"] = before.expand(b, n)
+        plain["start"] = before.expand(b, n)
         inputs["mask"] = mask.repeat(b, 1).to(device)
-    return inputs | {m: t.flatten().int().to(device) for m, t in whole.items()} | {"scale": size**-0.5}
+    return inputs | {m: t.flatten().int().to(device) for m, t in plain.items()} | {"scale": size**-0.5}
 
 
 def reference(
@@ -202,7 +202,7 @@ def prepare(
         TOKENS=tokens, M=max(16, tokens * group), BLOCK=32 if wide else 64, SPLIT=split, num_warps=4,
         num_stages=2 if wide else 3,
     )  # fmt: skip
-    pad, made = triton.next_power_of_2(split), blank(q.dtype, *q.shape)
+    pad, allocate = triton.next_power_of_2(split), blank(q.dtype, *q.shape)
     make_acc, make_sum = blank(torch.float32, split, count, heads, size), blank(torch.float32, split, count, heads)
     join = Prepared(join_splits_kernel, (count * heads,), D=size, SPLIT=split, PAD=pad)
 
@@ -210,7 +210,7 @@ def prepare(
         q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
         scale: float, mask: torch.Tensor | None = None, start: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        y, parts = made(q), (None, None, None)
+        y, parts = allocate(q), (None, None, None)
         if split > 1:
             parts = make_acc(q), make_sum(q), make_sum(q)
         bytes_ = None if mask is None else mask.view(torch.uint8)

@@ -36,7 +36,7 @@ GATED = 16  # tokens of a tile of the gate
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
-    """x `[T, K]`, y `[T, N]` and what is `made` of the compensators of a case: arguments of `launch`."""
+    """The arguments of `launch` for a case: x `[T, K]`, y `[T, N]` and the packed compensators, `made`."""
     generator, dtype = torch.Generator().manual_seed(case["seed"]), getattr(torch, case["dtype"])
     starts, stored, start = [], [], 0
     for size, r in zip(case["layers"], case["ranks"]):
@@ -44,13 +44,13 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
             starts.append(start)
             stored.append(random_compensator(r, size, case["columns"], case["hidden"], generator))
         start += size
-    made = pack(starts, stored, [1.0] * len(stored), case["hidden"])
+    compensators = pack(starts, stored, [1.0] * len(stored), case["hidden"])
     x = torch.randn(case["tokens"], case["columns"], generator=generator)
     y = torch.randn(case["tokens"], start, generator=generator)
-    tensors = {name: getattr(made, name) for name in ("down", "gates", "scales", "up")}
+    tensors = {name: getattr(compensators, name) for name in ("down", "gates", "scales", "up")}
     moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-    both = {"x": x.to(device, dtype), "y": y.to(device, dtype)}
-    return both | {"made": PackedCompensators(**moved, spans=made.spans)}
+    inputs = {"x": x.to(device, dtype), "y": y.to(device, dtype)}
+    return inputs | {"made": PackedCompensators(**moved, spans=compensators.spans)}
 
 
 def reference(x: Tensor, y: Tensor, made: PackedCompensators) -> Tensor:
@@ -184,17 +184,17 @@ def launch_latent(x: Tensor, made: PackedCompensators) -> Tensor:
     hidden, tile = hidden_of(made.gates, R) * R, tokens_of_tile(tokens)
     splits = splits_of(tokens, count, columns, processors(x.device))
     part = torch.empty(splits, count, tokens, R, dtype=torch.float32, device=x.device)
-    found = torch.empty(count, tokens, R, dtype=torch.float32, device=x.device)
+    vectors = torch.empty(count, tokens, R, dtype=torch.float32, device=x.device)
     channels = triton.next_power_of_2(R)
     down_kernel[triton.cdiv(tokens, tile), count, splits](
         x, made.down, part, tokens, columns, width, splits,
         R=R, PAD=channels, TOKENS=tile, BLOCK=COLUMNS, num_warps=4, num_stages=3,
     )  # fmt: skip
     gate_kernel[triton.cdiv(tokens, GATED), count](
-        part, made.scales, made.scales if made.gates is None else made.gates, found, tokens, splits,
+        part, made.scales, made.scales if made.gates is None else made.gates, vectors, tokens, splits,
         R=R, PAD=channels, H=hidden, WIDE=triton.next_power_of_2(max(hidden, 16)), TOKENS=GATED, num_warps=4,
     )  # fmt: skip
-    return found
+    return vectors
 
 
 def launch_add(y: Tensor, vectors: Tensor, made: PackedCompensators) -> None:

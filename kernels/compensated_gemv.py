@@ -159,12 +159,18 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
             starts.append(start)
             stored.append(random_compensator(r, size, columns, hidden, rng))
         start += size
-    made = pack(starts, stored, [1.0] * len(stored), hidden)
-    tensors = {"x": x, "codes": packed.codes, "scale_zero": packed.scale_zero, "down": made.down, "scales": made.scales}
-    tensors |= {"up": made.up}
+    compensators = pack(starts, stored, [1.0] * len(stored), hidden)
+    tensors = {
+        "x": x,
+        "codes": packed.codes,
+        "scale_zero": packed.scale_zero,
+        "down": compensators.down,
+        "scales": compensators.scales,
+    }
+    tensors |= {"up": compensators.up}
     form = {"bits": 4, "group": case["group"], "rows": rows, "columns": columns, "symmetric": False}
-    spans = dict(zip(SPANS, made.spans))
-    gates = None if made.gates is None else made.gates.to(device)
+    spans = dict(zip(SPANS, compensators.spans))
+    gates = None if compensators.gates is None else compensators.gates.to(device)
     return {name: tensor.to(device) for name, tensor in tensors.items()} | form | spans | {"gates": gates}
 
 
@@ -226,8 +232,8 @@ def _plan(form: tuple, dtype: torch.dtype, R: int, hidden: int, device: torch.de
     bits, group, rows, columns, symmetric = form
     config = config or wna16_gemv.configuration(rows, columns, bits, 1, device)
     macros = wna16_gemv.defines(bits, group, columns, symmetric, dtype, 1, config)
-    own = {"K": macros["K"], "RANK": R, "HIDDEN": hidden, "BF16": macros["BF16"], "SPLITS": SPLITS}
-    latent = nvrtc.load(SOURCE, "compensator_latent", own, device, latent_shared(R, hidden))
+    of_epilogue = {"K": macros["K"], "RANK": R, "HIDDEN": hidden, "BF16": macros["BF16"], "SPLITS": SPLITS}
+    latent = nvrtc.load(SOURCE, "compensator_latent", of_epilogue, device, latent_shared(R, hidden))
     macros |= {"RANK": R}
     product = nvrtc.load(wna16_gemv.SOURCE, "wna16_gemv", macros, device, wna16_gemv.shared_bytes(macros))
     tiles = -(-rows // TILE)
@@ -263,8 +269,8 @@ def limit(
     if x.shape[1] != columns:
         return f"x is {list(x.shape)}, expected [1, {columns}]"
     if count > MOST_LAYERS or R % PAD or R > MOST_RANK or width != columns + -columns % 16:
-        wanted = f"[1 to {MOST_LAYERS}, a multiple of {PAD} up to {MOST_RANK}, {columns + -columns % 16}]"
-        return f"down is {list(down.shape)}, expected {wanted}"
+        shape = f"[1 to {MOST_LAYERS}, a multiple of {PAD} up to {MOST_RANK}, {columns + -columns % 16}]"
+        return f"down is {list(down.shape)}, expected {shape}"
     if gates is not None and (hidden_of(gates, R) < 1 or (gates.shape[1] - R) % (2 * R * R + R)):
         return f"gates are {list(gates.shape)}, expected 2 h R^2 + h R + R columns for R = {R}"
     if not fits(R, hidden_of(gates, R)):

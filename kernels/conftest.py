@@ -48,10 +48,10 @@ def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
     if torch.cuda.is_available():
         output_json["origin"] = bench.origin()
         output_json["commit_info"] = {"id": output_json["origin"]["commit"]}
-    for one in output_json["benchmarks"]:
-        if "floor_us" not in one["extra_info"]:
-            one["stats"].pop("data", None)
-        one["params"] = {k: v for k, v in (one["params"] or {}).items() if isinstance(v, int | float | str)}
+    for entry in output_json["benchmarks"]:
+        if "floor_us" not in entry["extra_info"]:
+            entry["stats"].pop("data", None)
+        entry["params"] = {k: v for k, v in (entry["params"] or {}).items() if isinstance(v, int | float | str)}
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +68,7 @@ def gpu_benchmark(benchmark, backend) -> Callable[..., timing.Timing]:  # noqa: 
 
     def run(task: timing.Task, mode: str = timing.COLD, rounds: int = timing.ROUNDS) -> timing.Timing:
         kernel = timing.GraphRun(task, backend, mode)
-        floors = [timing.GraphRun(one, backend, mode) for one in timing.read_floors(kernel.nbytes)]
+        floors = [timing.GraphRun(reader, backend, mode) for reader in timing.read_floors(kernel.nbytes)]
         benchmark.group = "{N} x {K}, M = {M}".format(**task.facts) if "N" in task.facts else task.name
         last = timing.WARMUP + rounds if benchmark.enabled else 1
         done = 0
@@ -80,8 +80,8 @@ def gpu_benchmark(benchmark, backend) -> Callable[..., timing.Timing]:  # noqa: 
             below = [floor.round(done, check) for floor in floors]
             if done >= timing.WARMUP or not benchmark.enabled:
                 kernel.samples.append(us)
-                for floor, one in zip(floors, below):
-                    floor.samples.append(one)
+                for floor, reader in zip(floors, below):
+                    floor.samples.append(reader)
             CLOCK.seconds += us * 1e-6
             done += 1
 

@@ -54,10 +54,10 @@ def prepare(
     dtype: torch.dtype,
 ) -> Callable[..., Tensor]:  # fmt: skip
     """The launch of the operator for weights like this one; it takes `codes` and `scale_zero` first."""
-    write, made = writer(codes, bits, group, rows, columns, symmetric, dtype), blank(dtype, rows, columns)
+    write, allocate = writer(codes, bits, group, rows, columns, symmetric, dtype), blank(dtype, rows, columns)
 
     def launch(codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
-        w = made(scale_zero)
+        w = allocate(scale_zero)
         write(codes, scale_zero, w)
         return w
 

@@ -80,16 +80,16 @@ def registers(warps: int) -> int:
 def configurations(slug: str) -> dict[str, dict[str, dict]]:
     """Every kernel's configurations on one device: its own, and where it has none those of a card like it."""
     path, alike = FOLDER / f"{slug}.json", twins(slug)
-    own = json.loads(path.read_text()) if path.is_file() else {}
+    of_device = json.loads(path.read_text()) if path.is_file() else {}
     if slug == "cpu":
-        return own
+        return of_device
     for like in alike:
         LOG.warning("launch configurations of %s for %s: same architecture, as many SMs", like, slug)
         shared = json.loads((FOLDER / f"{like}.json").read_text())
-        own = {kernel: shared.get(kernel, {}) | own.get(kernel, {}) for kernel in shared | own}
-    if not own:
+        of_device = {kernel: shared.get(kernel, {}) | of_device.get(kernel, {}) for kernel in shared | of_device}
+    if not of_device:
         LOG.warning("no launch configurations for %s (kernels/configs/%s.json); using heuristics", slug, slug)
-    return own
+    return of_device
 
 
 def twins(slug: str) -> list[str]:
@@ -98,8 +98,8 @@ def twins(slug: str) -> list[str]:
         if device_slug(f"cuda:{index}") != slug:
             continue
         properties = torch.cuda.get_device_properties(index)
-        here = (properties.major, properties.minor, properties.multi_processor_count)
-        alike = [like for like, measured in MEASURED.items() if like != slug and measured == here]
+        this_device = (properties.major, properties.minor, properties.multi_processor_count)
+        alike = [like for like, measured in MEASURED.items() if like != slug and measured == this_device]
         return [like for like in alike if (FOLDER / f"{like}.json").is_file()]
     return []
 

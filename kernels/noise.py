@@ -37,8 +37,8 @@ def philox(key: torch.Tensor, counter: tuple[torch.Tensor, ...]) -> list[torch.T
 
 def words(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
     """int64 [T, count]: word i % 4 of the counter (i // 4, 0, position) and the key seed, for int64 [T] of both."""
-    place, block = positions[:, None], torch.arange(-(-count // 4), device=seeds.device)[None]
-    four = philox(seeds[:, None], (block, torch.zeros_like(block), place & 0xFFFFFFFF, place >> 32 & 0xFFFFFFFF))
+    position, block = positions[:, None], torch.arange(-(-count // 4), device=seeds.device)[None]
+    four = philox(seeds[:, None], (block, torch.zeros_like(block), position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF))
     return torch.stack(four, 2).flatten(1)[:, :count]
 
 

@@ -68,15 +68,15 @@ def compile_cubin(path: Path, defines: Mapping[str, int], arch: str) -> bytes:
     name = compiler()
     if name is None:
         raise RuntimeError(unavailable())
-    kept = cached_at(path, defines, arch)
+    cached = cached_at(path, defines, arch)
     with contextlib.suppress(OSError):
-        return kept.read_bytes()
+        return cached.read_bytes()
     compiled = (_nvrtc if name.startswith("nvrtc") else _nvcc)(path, path.read_text(), defines, arch)
     with contextlib.suppress(OSError):  # a read-only cache is not an error
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
-            part.write(compiled)
-        os.replace(part.name, kept)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as unfinished:
+            unfinished.write(compiled)
+        os.replace(unfinished.name, cached)
     return compiled
 
 
@@ -171,11 +171,11 @@ class Function:
         self._rooms.append(room)  # the driver has copied the arguments
 
     def _launch(self, grid: int, block: int, stream: int, arguments: int) -> None:
-        what = self._function, grid, 1, 1, block, 1, 1, self._shared, stream, arguments
+        facts = self._function, grid, 1, 1, block, 1, 1, self._shared, stream, arguments
         if self._together:
-            _checked(self._driver.cuLaunchCooperativeKernel(*what))
+            _checked(self._driver.cuLaunchCooperativeKernel(*facts))
         else:
-            _checked(self._driver.cuLaunchKernel(*what, 0))
+            _checked(self._driver.cuLaunchKernel(*facts, 0))
 
     def step(self, grid: int, block: int, parameters: Sequence[Parameter], beside: bool = False) -> Step:
         """A launch of it among `in_a_row`."""
@@ -250,7 +250,7 @@ def encode(matrix: Tensor, box: int) -> bytes:
 
     kind = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}[matrix.dtype]
     rows, columns = matrix.shape
-    made = _checked(
+    tensor_map = _checked(
         driver.cuTensorMapEncodeTiled(
             getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
             2,
@@ -265,7 +265,7 @@ def encode(matrix: Tensor, box: int) -> bytes:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return struct.pack("16Q", *map(int, made.opaque))
+    return struct.pack("16Q", *map(int, tensor_map.opaque))
 
 
 def _checked(answer: tuple) -> object:

@@ -102,8 +102,8 @@ def misfit(
     if all(type(size) is int for size in sizes):
         return _misfit(codes, scale_zero, bits, group, rows, columns, symmetric)
     # A graph that is traced has symbols for sizes, which are no key of a cache.
-    whole = torch.Size(map(int, codes)), torch.Size(map(int, scale_zero))
-    return _misfit(*whole, int(bits), int(group), int(rows), int(columns), bool(symmetric))
+    shapes = torch.Size(map(int, codes)), torch.Size(map(int, scale_zero))
+    return _misfit(*shapes, int(bits), int(group), int(rows), int(columns), bool(symmetric))
 
 
 @lru_cache(maxsize=4096)
@@ -115,9 +115,9 @@ def _misfit(
     tiles, groups = -(-rows // TILE), columns // group if group else 1
     want_codes = (tiles, -(-columns // block_columns(bits)), 32, 4)
     want_scales = (tiles, groups, 8, 2) if symmetric else (tiles, groups, 8, 2, 2)
-    for name, shape, want in (("codes", codes, want_codes), ("scale_zero", scale_zero, want_scales)):
-        if tuple(shape) != want:
-            return f"{name} {list(shape)} must be {list(want)} for a weight of {rows} x {columns}"
+    for name, shape, expected in (("codes", codes, want_codes), ("scale_zero", scale_zero, want_scales)):
+        if tuple(shape) != expected:
+            return f"{name} {list(shape)} must be {list(expected)} for a weight of {rows} x {columns}"
     return None
 
 

@@ -75,9 +75,13 @@ def heuristic(columns: int) -> dict:
     microsecond.
     """
     supers = columns // SUPER
-    own = 1 if supers <= 20 else 2 if supers <= 56 else 2 * -(-supers // 32)
-    warps = max(2, -(-supers // own))
-    blocks = next(blocks for blocks in (8, 4, 3, 2, 1) if warps * blocks * own <= MOST_WARPS or blocks == 1)
+    splits = 2 * -(-supers // 32)
+    if supers <= 20:
+        splits = 1
+    elif supers <= 56:
+        splits = 2
+    warps = max(2, -(-supers // splits))
+    blocks = next(blocks for blocks in (8, 4, 3, 2, 1) if warps * blocks * splits <= MOST_WARPS or blocks == 1)
     return {"warps": warps, "blocks": blocks, "ahead": max(1, round(DELIVERED / (warps * blocks * UNIT)))}
 
 
@@ -108,11 +112,11 @@ def plan(rows: int, columns: int, dtype: torch.dtype, config: dict, processors: 
     """The partition of a weight [N, K] on a device with so many SMs."""
     supers, tiles = columns // SUPER, -(-rows // ROWS)
     grid = min(tiles, processors * config["blocks"])
-    each, more = divmod(tiles, grid)
-    longest, in_registers = each + (more > 0), kept(config, supers)
+    per_program, more = divmod(tiles, grid)
+    longest, in_registers = per_program + (more > 0), kept(config, supers)
     macros = {"BF16": int(dtype == torch.bfloat16), "SUPERS": supers, "RAGGED": int(rows % ROWS > 0)}
     macros |= {name.upper(): value for name, value in config.items()}
-    macros |= {"KEPT": int(in_registers), "EACH": each, "MORE": more}
+    macros |= {"KEPT": int(in_registers), "EACH": per_program, "MORE": more}
     shared = longest * 4 * ROWS * (config["warps"] | 1)
     if not in_registers:
         shared += config["warps"] * shares(config, supers) * SHARE

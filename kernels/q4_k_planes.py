@@ -29,15 +29,15 @@ def make_planes(rows: int, columns: int, zigzag: bool, seed: int, device: torch.
     """Random `codes` and `headers` of a weight `[rows, columns]` of about unit variance over `columns`."""
     shape = (-(-rows // SUPER), columns) if zigzag else (rows, columns // SUPER)
     generator = torch.Generator(device).manual_seed(seed)
-    made = {
+    planes = {
         name: torch.randint(0, 256, (*shape, size), generator=generator, dtype=torch.uint8, device=device)
         for name, size in (("codes", LINE), ("headers", HEADER))
     }
     # Codes and 6-bit scales are about half their range on average: 7.5 * 31.5 * d is about 32 * dmin * 31.5 / 4.3.
     factors = torch.rand(*shape, 2, generator=generator, device=device) * 0.5 + 0.75
     factors *= torch.tensor([1.0, 7.5], device=device) / (150 * columns**0.5)
-    made["headers"][..., :4] = factors.half().view(torch.uint8)
-    return made
+    planes["headers"][..., :4] = factors.half().view(torch.uint8)
+    return planes
 
 
 def make_inputs(case: dict, zigzag: bool, device: torch.device | str = "cpu") -> dict:

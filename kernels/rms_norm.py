@@ -82,12 +82,12 @@ def prepare(
     block = triton.next_power_of_2(columns)
     kernel = Prepared(rms_norm_kernel, (tokens,), BLOCK=block, num_warps=min(max(block // 512, 1), 16))
 
-    made = blank(x.dtype, tokens, columns)
+    allocate = blank(x.dtype, tokens, columns)
 
     def launch(
         x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, total = made(x), made(x)
+        y, total = allocate(x), allocate(x)
         kernel(x, residual, weight, y, total, eps, columns)
         return y, total
 

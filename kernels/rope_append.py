@@ -41,15 +41,15 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     """Keywords of the operator: tokens at random free slots, the last ones padding, siblings among them."""
     generator = torch.Generator().manual_seed(case["seed"])
     count, size, dtype = case["T"], case["D"], getattr(torch, case["dtype"])
-    place = torch.randperm(case["B"] * case["L"], generator=generator)[:count]
-    rows, slots = (place // case["L"]).int(), (place % case["L"]).int()
+    order = torch.randperm(case["B"] * case["L"], generator=generator)[:count]
+    rows, slots = (order // case["L"]).int(), (order % case["L"]).int()
     rows[count - case["padding"] :] = -1
     qkv = torch.randn(count, (case["Hq"] + 2 * case["Hk"]) * size, generator=generator)
     cos, sin = tables(case["L"], size)
     keys, values = (torch.randn(case["B"], case["Hk"], case["L"], size, generator=generator) for _ in range(2))
-    whole = {"positions": (slots - slots % 2).int(), "rows": rows, "slots": slots, "cos": cos, "sin": sin}
+    plain = {"positions": (slots - slots % 2).int(), "rows": rows, "slots": slots, "cos": cos, "sin": sin}
     typed = {"qkv": qkv, "keys": keys, "values": values}
-    return {n: t.to(device) for n, t in whole.items()} | {n: t.to(device, dtype) for n, t in typed.items()}
+    return {n: t.to(device) for n, t in plain.items()} | {n: t.to(device, dtype) for n, t in typed.items()}
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -66,12 +66,16 @@ def reference(
     heads, new = qkv.view(len(qkv), -1, keys.shape[3]), keys.shape[1]
     if min(rows.tolist()) < 0:  # the others alone, then zeros between them
         live, q = (rows >= 0).nonzero()[:, 0], torch.zeros_like(heads[:, : -2 * new])
-        here = [each.index_select(0, live) for each in (qkv, positions, rows, slots)]
-        return q.index_copy_(0, live, reference(here[0], cos, sin, *here[1:], keys, values)) if len(live) else q
+        live_inputs = [tensor.index_select(0, live) for tensor in (qkv, positions, rows, slots)]
+        return (
+            q.index_copy_(0, live, reference(live_inputs[0], cos, sin, *live_inputs[1:], keys, values))
+            if len(live)
+            else q
+        )
     turned = rotate(heads[:, :-new], cos.index_select(0, positions), sin.index_select(0, positions))  # queries, keys
-    place = rows.long(), slots.long()
-    keys.transpose(1, 2).index_put_(place, turned[:, -new:])
-    values.transpose(1, 2).index_put_(place, heads[:, -new:])
+    cache_index = rows.long(), slots.long()
+    keys.transpose(1, 2).index_put_(cache_index, turned[:, -new:])
+    values.transpose(1, 2).index_put_(cache_index, heads[:, -new:])
     return turned[:, :-new].contiguous()
 
 
@@ -124,8 +128,8 @@ def launch(
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """q of the operator, computed by the kernel, which writes to the cache; the tensors are not checked."""
-    given = qkv, cos, sin, positions, rows, slots, keys, values
-    return prepare(*given)(*given)
+    arguments = qkv, cos, sin, positions, rows, slots, keys, values
+    return prepare(*arguments)(*arguments)
 
 
 def prepare(
@@ -141,11 +145,11 @@ def prepare(
         num_warps=block * size // 256, enable_fp_fusion=False,  # products are rounded before their sum
     )  # fmt: skip
 
-    made = blank(qkv.dtype, count, queries, size)
+    allocate = blank(qkv.dtype, count, queries, size)
 
-    def launch(*given: torch.Tensor) -> torch.Tensor:
-        q = made(given[0])
-        kernel(*given, q, length)
+    def launch(*arguments: torch.Tensor) -> torch.Tensor:
+        q = allocate(arguments[0])
+        kernel(*arguments, q, length)
         return q
 
     return launch

@@ -61,12 +61,12 @@ def reference(
     top_p: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """tokens int64 [T], by sorting."""
-    drawn, logits = (temperature > 0)[:, None], logits.float()
-    x = logits / torch.where(drawn, temperature[:, None], 1)
+    sampled, logits = (temperature > 0)[:, None], logits.float()
+    x = logits / torch.where(sampled, temperature[:, None], 1)
     largest = x.amax(1, keepdim=True)  # NaN if any is
     w = noise.weight(x - largest)
     score = w / noise.exponential(noise.words(seeds, positions, logits.shape[1]))
-    score = torch.where(drawn, score.masked_fill(~kept(logits, w, top_k, top_p), -1), x)
+    score = torch.where(sampled, score.masked_fill(~kept(logits, w, top_k, top_p), -1), x)
     return torch.where(largest.isfinite()[:, 0], score.argmax(1), -1)
 
 

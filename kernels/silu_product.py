@@ -66,10 +66,10 @@ def prepare(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     grid = count, triton.cdiv(size, block)
     kernel = Prepared(silu_product_kernel, grid, BLOCK=block, num_warps=block // 128)
 
-    made = blank(x.dtype, count, size)
+    allocate = blank(x.dtype, count, size)
 
     def launch(x: torch.Tensor) -> torch.Tensor:
-        y = made(x)
+        y = allocate(x)
         kernel(x, y, size)
         return y
 

@@ -146,9 +146,9 @@ def misfit(tokens: int, groups: int, units: Tensor, factors: Tensor) -> str | No
         return f"x has {tokens} tokens; it takes 1 to {MOST_TOKENS}"
     if size not in (UNIT, REAL_UNIT):
         return f"units {list(units.shape)} must have {UNIT} bytes each, or {REAL_UNIT} with real zeros"
-    wanted = -(-len(factors) // ROWS), -(-groups // GROUPS)
-    if (down, across) != wanted:
-        return f"units {list(units.shape)} must be {list(wanted)} for {len(factors)} rows and {groups} groups"
+    expected = -(-len(factors) // ROWS), -(-groups // GROUPS)
+    if (down, across) != expected:
+        return f"units {list(units.shape)} must be {list(expected)} for {len(factors)} rows and {groups} groups"
     return None
 
 

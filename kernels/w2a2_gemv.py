@@ -77,12 +77,12 @@ CHECKED = [  # that tests on a GPU and the sanitizer run, too
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     """Keywords of the operator; of a case that splits some channels its K columns are those of fewer inputs."""
-    made = {**quantize_2bit.make_inputs(case, device), **form.make_weight(case, device)}
+    inputs_of_case = {**quantize_2bit.make_inputs(case, device), **form.make_weight(case, device)}
     if "split" in case:
         inputs = case["K"] - case["split"]
         index = torch.arange(case["K"]) * (inputs + 1) // case["K"]  # some twice, the last ones read 0
-        made |= {"x": made["x"][:, :inputs].contiguous(), "index": index.int().to(device)}
-    return made
+        inputs_of_case |= {"x": inputs_of_case["x"][:, :inputs].contiguous(), "index": index.int().to(device)}
+    return inputs_of_case
 
 
 def reference(x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None) -> Tensor:
@@ -145,12 +145,14 @@ def heuristic(ready: bool, m: int, rows: int, columns: int, bulk: bool = True, p
 
 def of_several(units: int, tiles: int, processors: int) -> dict:
     """The configuration for 2 to 4 tokens, units of columns and tiles of rows of an untuned shape."""
-    whole = (
-        tiles * units * form.UNIT <= processors * WEIGHT_BYTES
-    )  # all weights wait in shared memory, and no warp refills it
+    # All weights fit into shared memory, and no warp refills it.
+    whole = tiles * units * form.UNIT <= processors * WEIGHT_BYTES
     # The registers of 16 warps and one that refills do not hold what is needed of four tokens.
     alone = 16 if whole else 15
-    split = 1 if units <= alone else 2 if units <= 32 else 4
+    if units <= alone:
+        split = 1
+    else:
+        split = 2 if units <= 32 else 4
     share = -(-units // split)
     warps = -(-share // -(-share // 16))
     if split == 1 and warps <= 8 and whole and tiles >= 6 * processors:  # three of each block
@@ -240,7 +242,7 @@ def in_one(numbers: Sequence[int]) -> int:
 
 def run(
     y: Tensor,
-    given: tuple[Tensor | None, ...],
+    inputs: tuple[Tensor | None, ...],
     units: Tensor,
     factors: Tensor,
     config: dict,
@@ -250,7 +252,7 @@ def run(
 
     Args:
         y: like x, or float32.
-        given: x [M, K] or None, its index or None, and codes, scales and zeros of x where these are ready.
+        inputs: x [M, K] or None, its index or None, and codes, scales and zeros of x where these are ready.
         units: of the weight.
         factors: of its rows.
         config: one of SPACE.
@@ -259,10 +261,10 @@ def run(
     Raises:
         ValueError: the device has no bulk copies, or too little shared memory for them.
     """
-    x, index, *quantized = given
+    x, index, *quantized = inputs
     x, index = aligned(x), aligned(index)
     kernel, how = prepared(
-        len(y), layers or (y.shape[1],), groups_of(*given, layers=len(layers) or 1), units.shape[2] == form.REAL_UNIT,
+        len(y), layers or (y.shape[1],), groups_of(*inputs, layers=len(layers) or 1), units.shape[2] == form.REAL_UNIT,
         None if x is None else x.dtype, index is not None, y.device, **config,
     )  # fmt: skip
     pointers = (0 if tensor is None else tensor for tensor in (x, index, *quantized))
@@ -318,9 +320,9 @@ def into(
     layers: tuple[int, ...] = (),
 ) -> Tensor:  # fmt: skip
     """The same into y [M, N], contiguous, which may be a part of a longer row."""
-    given = x, index, None, None, None
-    shape = x.shape[0], len(factors), groups_of(*given, layers=len(layers) or 1) * form.GROUP
-    return run(y, given, units, factors, config or configuration("w2a2_gemv", *shape, x.device), layers)
+    inputs = x, index, None, None, None
+    shape = x.shape[0], len(factors), groups_of(*inputs, layers=len(layers) or 1) * form.GROUP
+    return run(y, inputs, units, factors, config or configuration("w2a2_gemv", *shape, x.device), layers)
 
 
 def on_cuda(x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None) -> Tensor:

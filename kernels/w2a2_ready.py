@@ -39,8 +39,8 @@ def launch(
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
     (m, groups), rows = x_scales.shape, len(factors)
     config = config or w2a2_gemv.configuration("w2a2_ready", m, rows, form.GROUP * groups, units.device)
-    given = None, None, x_codes, x_scales, x_zeros
-    return w2a2_gemv.run(x_scales.new_empty(m, rows), given, units, factors, config)
+    inputs = None, None, x_codes, x_scales, x_zeros
+    return w2a2_gemv.run(x_scales.new_empty(m, rows), inputs, units, factors, config)
 
 
 def on_cuda(x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor) -> Tensor:

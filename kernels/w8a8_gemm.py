@@ -165,7 +165,7 @@ def add_partial_sums_kernel(  # noqa: ANN201
 
 def heuristic(m: int, n: int, k: int) -> dict:
     """A configuration for a shape without a tuned one: tiles that hold m, split until about 128 programs run."""
-    tile = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 256 else 128
+    tile = next((rows for rows, most in ((16, 16), (32, 32), (64, 256)) if m <= most), 128)
     config = next(c for c in SPACE if c["m"] == tile and (tile < 128 or c["n"] == 128)) | {"split": 1}
     tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
     while config["split"] < 4 and tiles * config["split"] <= 64 and k // config["k"] >= 8 * config["split"]:

@@ -168,10 +168,10 @@ def prepared(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict
         )
     m, n = x.shape[0], w_q.shape[0]
     run = (prepare_streamed if "cluster" in config else prepare_one)(x, w_q, config)
-    made = blank(x.dtype, m, n)
+    allocate = blank(x.dtype, m, n)
 
     def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
-        y = made(x)
+        y = allocate(x)
         run(x, w_q, s_w, y)
         return y
 
@@ -181,8 +181,8 @@ def prepared(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict
 def prepare_one(x: torch.Tensor, w_q: torch.Tensor, config: dict) -> Callable[..., None]:
     """The Triton kernel: takes x, w_q, s_w and y [1, N]."""
     (m, k), n, chunk = x.shape, w_q.shape[0], config["chunk"]
-    held = ceil(k / 4 / chunk) * chunk * config["rows"] // (32 * config["warps"])
-    if m != 1 or held > 128:
+    registers = ceil(k / 4 / chunk) * chunk * config["rows"] // (32 * config["warps"])
+    if m != 1 or registers > 128:
         raise ValueError(f"w8a8_gemv: {config} cannot run x {tuple(x.shape)} and w_q {tuple(w_q.shape)}")
     kernel = Prepared(
         w8a8_gemv_kernel, (ceil(n / config["rows"]),), ROWS=config["rows"], CHUNK=chunk, CHUNKS=ceil(k / 4 / chunk),

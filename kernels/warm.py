@@ -40,7 +40,7 @@ def warm(
         products = weights_of(products)
     elif isinstance(products, PackedWeight):
         products = [products]
-    known, devices = set(), set()
+    done, devices = set(), set()
     for product in products:
         if isinstance(product, tuple) and isinstance(product[0], int):
             product = weight_of_zeros(product, form, torch.device(device))
@@ -52,9 +52,9 @@ def warm(
             codes, rest = product[0], product
             columns, launch = codes.shape[1], w8a8.w8a8
             key = (*codes.shape, "w8a8", codes.device)
-        if key in known:
+        if key in done:
             continue
-        known.add(key)
+        done.add(key)
         devices.add(codes.device)
         for count in counts:
             launch(torch.zeros(count, columns, dtype=dtype, device=codes.device), *rest)

@@ -104,8 +104,8 @@ def make_inputs(
     scales = torch.rand(shape[0], groups, generator=rng) * 0.01 + 0.005
     zeros = None if case["symmetric"] else torch.randint(0, 1 << case["bits"], scales.shape, generator=rng)
     x = torch.randn(case["m"], shape[1], generator=rng).to(dtype)
-    parts = [t if t is None else t.to(device) for t in (codes, scales, zeros)]
-    return x.to(device), pack(*parts, case["bits"], case["group"])
+    tensors = [t if t is None else t.to(device) for t in (codes, scales, zeros)]
+    return x.to(device), pack(*tensors, case["bits"], case["group"])
 
 
 def reference(x: Tensor, packed: PackedWeight) -> Tensor:
@@ -133,7 +133,9 @@ def configuration(rows: int, columns: int, bits: int, m: int, device: torch.devi
 
 def batch_columns(m: int) -> int:
     """Columns of the tensor core's operand B that hold activations: 1, 8 or 16."""
-    return 1 if m == 1 else 8 if m <= 8 else 16
+    if m == 1:
+        return 1
+    return 8 if m <= 8 else 16
 
 
 def _device_facts(device: torch.device) -> tuple[int, bool]:
@@ -190,7 +192,9 @@ def defines(
 def shared_bytes(macros: dict[str, int]) -> int:
     """Shared memory of a thread block: float32 partial sums of the cluster's warps and its own warps' rings."""
     bits, group, tiles, chunk = (macros[name] for name in ("BITS", "GROUP", "TILES", "CHUNK"))
-    scales = chunk // group * (32 if macros["SYMMETRIC"] else 64) if group else 0
+    scales = 0
+    if group:
+        scales = chunk // group * (32 if macros["SYMMETRIC"] else 64)
     slot = tiles * (chunk * bits * 2 + scales) + macros["COLUMNS"] * chunk * 2
     partial = macros["SPLITS"] * macros["WARPS"] * tiles * TILE * macros["COLUMNS"] * 4
     return partial + macros["WARPS"] * macros["STAGES"] * slot
@@ -243,10 +247,10 @@ def prepare(
         return lambda x, codes, scale_zero, *_: _run(x, codes, scale_zero, plan)
     step = function.step(grid, block, ("codes", "scale_zero", "x", "y", rows, count))
     write = function.in_a_row(("x", "codes", "scale_zero", "y"), (step,))
-    made = blank(x.dtype, count, rows)
+    allocate = blank(x.dtype, count, rows)
 
     def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
-        y = made(x)
+        y = allocate(x)
         write(x, codes, scale_zero, y)
         return y
 
