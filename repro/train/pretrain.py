@@ -15,6 +15,7 @@ import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,25 +114,12 @@ def pretrain(
         UserError: a corpus shorter than a batch, or a loss that is not finite.
     """
     training = config.training
-    model_args = config.models[name]
-    steps = (tokens_to_see or model_args.tokens) // training.batch_tokens
+    steps = (tokens_to_see or config.models[name].tokens) // training.batch_tokens
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(training.seed)
     torch.set_float32_matmul_precision("high")
-    model = LlamaForCausalLM(llama_config(config.architecture, model_args.layers, config.tokenizer.vocab))
-    for key, parameter in model.named_parameters():  # residual writers start smaller, as in GPT-2
-        if key.endswith(("o_proj.weight", "down_proj.weight")):
-            parameter.data.mul_((2 * model_args.layers) ** -0.5)
-    model.to(device).train()
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": training.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=training.learning_rate,
-        betas=(training.beta1, training.beta2),
-        fused=True,
-    )
+    model = _initial_model(config, config.models[name].layers).to(device).train()
+    optimizer = _optimizer(model, training)
     state = {"step": 0, "seconds": 0.0, "starts": 0, "losses": []}
     checkpoint = folder / "checkpoint.safetensors"
     if checkpoint.exists():
@@ -182,25 +170,13 @@ def pretrain(
                 saved = ended
     done = step + 1 >= steps
     elapsed = time.perf_counter() - started
-    state["step"], state["seconds"] = step + 1, state["seconds"] + elapsed
+    state["step"] = step + 1
+    state["seconds"] += elapsed
     count = sum(p.numel() for p in model.parameters())
-    log = {
-        "model": name,
-        "parameters": count,
-        "steps": steps,
-        "tokens": steps * training.batch_tokens,
-        "tokens_per_parameter": round(steps * training.batch_tokens / count, 1),
-        "corpus_tokens": len(tokens),
-        "architecture": asdict(config.architecture) | {"layers": model_args.layers, "tokens": model_args.tokens},
-        "training": asdict(training),
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
-        "versions": {"torch": torch.__version__},
-        "done": done,
-    } | state
+    log = _settings(name, config, steps, count, device) | {"corpus_tokens": len(tokens), "done": done} | state
     if warm is not None and step + 1 > warm[0]:
         rate = (step + 1 - warm[0]) * training.batch_tokens / (time.perf_counter() - warm[1])
-        # 6 N per token for the matmuls of forward and backward, the tied head counted once, attention (causal) besides
-        flops = 6 * count + 6 * model_args.layers * training.length * config.architecture.hidden
+        flops = _flops_per_token(config, config.models[name].layers, count)
         log |= {"tokens_per_s": round(rate), "mfu": round(rate * flops / (peak_tflops * 1e12), 4)}
     if done:
         model.to("cpu", torch.bfloat16).save_pretrained(folder / "model", max_shard_size="15MB")
@@ -209,6 +185,53 @@ def pretrain(
         save_checkpoint(checkpoint, model, optimizer, state)
     write_text(folder / "log.json", json.dumps(log, indent=1) + "\n")
     return log
+
+
+def _initial_model(config: PocketConfig, layers: int) -> LlamaForCausalLM:
+    """A Llama with initial weights of the configured seed; layers that write to the residual stream start smaller.
+
+    As in GPT-2, these are scaled by 1 / √(2 layers).
+    """
+    torch.manual_seed(config.training.seed)
+    model = LlamaForCausalLM(llama_config(config.architecture, layers, config.tokenizer.vocab))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_((2 * layers) ** -0.5)
+    return model
+
+
+def _optimizer(model: LlamaForCausalLM, training: TrainingSettings) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices, and none on vectors."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=training.learning_rate,
+        betas=(training.beta1, training.beta2),
+        fused=True,
+    )
+
+
+def _settings(name: str, config: PocketConfig, steps: int, count: int, device: str) -> dict[str, Any]:
+    """What a log says of the settings of a run of `steps` steps of a model with `count` parameters."""
+    args = config.models[name]
+    tokens = steps * config.training.batch_tokens
+    return {
+        "model": name,
+        "parameters": count,
+        "steps": steps,
+        "tokens": tokens,
+        "tokens_per_parameter": round(tokens / count, 1),
+        "architecture": asdict(config.architecture) | {"layers": args.layers, "tokens": args.tokens},
+        "training": asdict(config.training),
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
+        "versions": {"torch": torch.__version__},
+    }
+
+
+def _flops_per_token(config: PocketConfig, layers: int, count: int) -> int:
+    """Operations of a training step per token: 6 for each parameter (a tied head counts once), and causal attention."""
+    return 6 * count + 6 * layers * config.training.length * config.architecture.hidden
 
 
 def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, state: dict) -> None:
