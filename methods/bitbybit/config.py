@@ -111,6 +111,13 @@ class Config:
         if self.act_bits != FULL:
             self.grid(self.act_bits)
         self.grid(self.outlier_bits)
+        self._check_numbers()
+        self._check_splitting()
+        plan.check(self.stages, self.order, Precision(self.bits, self.act_bits))
+        self._check_stages()
+
+    def _check_numbers(self) -> None:
+        """Raise if a number is out of its range."""
         for name in ("batch", "tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"bitbybit: {name} is {getattr(self, name)}; it must be 1 or more")
@@ -119,6 +126,9 @@ class Config:
                 raise UserError(f"bitbybit: {name} is {getattr(self, name)}; it must be 0 or more")
         if not 0 < self.rho <= 1 or not 0 <= self.lr_final <= 1:
             raise UserError("bitbybit: rho is a share above 0 and at most 1, lr_final one from 0 to 1")
+
+    def _check_splitting(self) -> None:
+        """Raise if the options of channel splitting do not fit together."""
         for name in ("split_first", "split_last"):
             if not 0 < getattr(self, name) < 1:
                 wrong = f"{name} is {getattr(self, name)}; a share of the channels above 0 and below 1 is split"
@@ -132,7 +142,9 @@ class Config:
             raise UserError("bitbybit: split_widths is for any_precision; other weights are read at one width")
         for width in self.split_widths:
             check_nested(width, MASTER)
-        plan.check(self.stages, self.order, Precision(self.bits, self.act_bits))
+
+    def _check_stages(self) -> None:
+        """Raise if the stages do not fit any precision, or `lambdas` names a width that none of them trains."""
         if self.any_precision:
             if any(stage.activations != FULL for stage in self.stages):
                 raise UserError("bitbybit: any_precision trains weights alone; leave act_bits at 16")

@@ -9,6 +9,7 @@ Weights are safetensors or nothing: pickled files are refused and remote code is
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -144,14 +145,12 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     """
     import torch
     import transformers.utils
-    from safetensors import safe_open
 
     transformers.utils.is_sklearn_available = lambda: False  # a fifth of a job's start; only assisted decoding asks
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     files = weight_files(name)
-    weights = [path for path in files if path.suffix == ".safetensors"]
     if device != "cpu" and not torch.cuda.is_available():
         raise UserError(f"device {device!r}: this machine has no CUDA device; choose a scale whose device is cpu")
     if files and files[0].is_relative_to(POCKET):
@@ -159,18 +158,9 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     if model_folder := folder(name):
         _check_unquantized(name, identity.read_config(model_folder))
         _check_generation_settings(model_folder)
-    for path in weights:
-        try:
-            with safe_open(path, "pt") as file:  # reads the header only
-                dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}
-        except Exception as error:  # safetensors has its own kinds
-            raise UserError(f"{path}: an incomplete or damaged safetensors file ({error}); copy it again") from None
-        for key, kind in dtypes.items():
-            if kind not in DTYPES and not BUFFERS.search(key):
-                raise UserError(
-                    f"model {name!r}: {key} is stored as {kind}; weights must be float32, float16 or bfloat16 "
-                    "(F32, F16, BF16), so save an unquantized model"
-                )
+    for path in files:
+        if path.suffix == ".safetensors":
+            _check_dtypes(name, path)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
@@ -188,6 +178,45 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     except Exception as error:  # what a damaged config.json leads to has many kinds
         reason = shortened(" ".join(str(error).split()), 200)
         raise UserError(f"model {name!r} cannot be loaded; check its config.json and weights ({reason})") from None
+    _check_report(name, report)
+    for key, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(f"model {name!r}: {key} holds NaN or Inf; the checkpoint is damaged")
+    _take_ends(name, model)
+    return model.to(device).eval()
+
+
+def _check_dtypes(name: str, path: Path) -> None:
+    """Check the dtypes of the weights in a safetensors file, of which only the header is read.
+
+    Raises:
+        UserError: a damaged file, or weights of another dtype than float32, float16 and bfloat16.
+    """
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}
+    except Exception as error:  # safetensors has its own kinds
+        raise UserError(f"{path}: an incomplete or damaged safetensors file ({error}); copy it again") from None
+    for key, dtype in dtypes.items():
+        if dtype not in DTYPES and not BUFFERS.search(key):
+            raise UserError(
+                f"model {name!r}: {key} is stored as {dtype}; weights must be float32, float16 or bfloat16 "
+                "(F32, F16, BF16), so save an unquantized model"
+            )
+
+
+def _check_report(name: str, report: Mapping[str, Any]) -> None:
+    """Check that a model's files have exactly the weights of its configuration.
+
+    Args:
+        name: of the model.
+        report: Transformers' loading information.
+
+    Raises:
+        UserError: a weight is missing, surplus or of another shape.
+    """
     if report["missing_keys"]:
         raise UserError(f"model {name!r}: {sorted(report['missing_keys'])[0]} is not in its files; copy it again")
     if report["mismatched_keys"]:
@@ -195,11 +224,6 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
         raise UserError(f"model {name!r}: {key} is {list(shape)}, its config.json says {list(expected)}")
     if surplus := sorted(key for key in report["unexpected_keys"] if "inv_freq" not in key):
         raise UserError(f"model {name!r}: its files hold {surplus[0]}, which its config.json has no place for")
-    for key, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise UserError(f"model {name!r}: {key} holds NaN or Inf; the checkpoint is damaged")
-    _take_ends(name, model)
-    return model.to(device).eval()
 
 
 def _check_generation_settings(model_folder: Path) -> None:

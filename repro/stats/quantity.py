@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from itertools import chain, product
 from typing import Any
 
@@ -173,46 +173,55 @@ def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
     Raises:
         UserError: an unknown name, or anything that is not arithmetic.
     """
-
-    def value(node: ast.AST) -> Any:
-        match node:
-            case ast.Expression(body=body):
-                return value(body)
-            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-                return number
-            case ast.Name(id=name):
-                if name not in values:
-                    raise UserError(f"predicate {shortened(expression)!r}: {unknown('name', name, values)}")
-                return values[name]
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-                return OPERATORS[type(op)](value(left), value(right))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -value(operand)
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS and args:
-                return FUNCTIONS[name](*map(value, args))
-            case ast.BoolOp(op=ast.And(), values=parts):
-                return reduce(np.logical_and, map(value, parts))
-            case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in OPERATORS for op in ops):
-                sides = [value(left), *map(value, rights)]
-                pairs = zip(ops, sides, sides[1:])
-                return reduce(np.logical_and, (OPERATORS[type(op)](a, b) for op, a, b in pairs))
-        raise UserError(
-            f"predicate {shortened(expression)!r}: only arithmetic, {', '.join(FUNCTIONS)} and comparisons are allowed"
-        )
-
     try:
         tree = ast.parse(expression, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise UserError(f"predicate {shortened(expression)!r}: not an expression") from None
     try:
         with np.errstate(all="ignore"):  # what is not finite is refused where a number is needed
-            return value(tree)
+            return _value_of(tree.body, values, expression)
     except ZeroDivisionError:
         raise UserError(f"predicate {shortened(expression)!r}: divides by zero") from None
     except RecursionError:
         raise UserError(f"predicate {shortened(expression)!r}: nested too deeply") from None
     except (TypeError, ValueError) as error:  # shapes, or a number of arguments, that a function does not take
         raise UserError(f"predicate {shortened(expression)!r}: cannot be computed ({error!s:.80})") from None
+
+
+def _value_of(node: ast.AST, values: Mapping[str, Any], expression: str) -> Any:
+    """The value of a node of an expression's syntax tree.
+
+    Args:
+        node: the node.
+        values: by name.
+        expression: the whole text, for messages.
+
+    Raises:
+        UserError: an unknown name, or anything that is not arithmetic.
+    """
+    value = partial(_value_of, values=values, expression=expression)
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return number
+        case ast.Name(id=name):
+            if name not in values:
+                raise UserError(f"predicate {shortened(expression)!r}: {unknown('name', name, values)}")
+            return values[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](value(left), value(right))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -value(operand)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS and args:
+            return FUNCTIONS[name](*map(value, args))
+        case ast.BoolOp(op=ast.And(), values=parts):
+            return reduce(np.logical_and, map(value, parts))
+        case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in OPERATORS for op in ops):
+            sides = [value(left), *map(value, rights)]
+            pairs = zip(ops, sides, sides[1:])
+            return reduce(np.logical_and, (OPERATORS[type(op)](a, b) for op, a, b in pairs))
+    raise UserError(
+        f"predicate {shortened(expression)!r}: only arithmetic, {', '.join(FUNCTIONS)} and comparisons are allowed"
+    )
 
 
 def names_in(expression: str) -> set[str]:
