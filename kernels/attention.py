@@ -41,7 +41,8 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     b, n, context, size = case["B"], case["n"], case["context"], case["D"]
     before = torch.randint(context // 2, context + 1, (b, 1), generator=generator)
     before[0] = context
-    shape, dtype = (b, case["Hk"], context + n, size), getattr(torch, case["dtype"])
+    shape = (b, case["Hk"], context + n, size)
+    dtype = getattr(torch, case["dtype"])
     typed = {"q": (b * n, case["Hq"], size), "keys": shape, "values": shape}
     inputs = {m: torch.randn(s, generator=generator).to(device, dtype) for m, s in typed.items()}
     plain = {"rows": torch.arange(b)[:, None].expand(b, n), "lengths": before + 1 + torch.arange(n)}
@@ -59,7 +60,10 @@ def reference(
     mask: torch.Tensor | None = None, start: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y [T, Hq, D] in the dtype of q, row by row in float32; NaN past a token's length does no harm."""
-    y, ends, stop, group = torch.zeros_like(q), lengths.tolist(), 0, q.shape[1] // keys.shape[1]
+    y = torch.zeros_like(q)
+    ends = lengths.tolist()
+    stop = 0
+    group = q.shape[1] // keys.shape[1]
     for row, run in itertools.groupby(rows.tolist()):  # neighbours that share a row
         here = slice(stop, stop := stop + len(list(run)))
         if row < 0:
@@ -191,7 +195,9 @@ def prepare(
     mask: torch.Tensor | None = None, start: torch.Tensor | None = None, tiling: tuple[int, int, int] | None = None,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
     """The launches of the operator for calls like this one, with the tiling of `plan` or another."""
-    (count, heads, size), (_, groups, length, _), wide = q.shape, keys.shape, q.dtype == torch.float32
+    count, heads, size = q.shape
+    _, groups, length, _ = keys.shape
+    wide = q.dtype == torch.float32
     if tiling is None:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         tiling = plan(count, keys.shape, heads, wide, mask is not None, sms)
@@ -202,15 +208,18 @@ def prepare(
         TOKENS=tokens, M=max(16, tokens * group), BLOCK=32 if wide else 64, SPLIT=split, num_warps=4,
         num_stages=2 if wide else 3,
     )  # fmt: skip
-    pad, allocate = triton.next_power_of_2(split), blank(q.dtype, *q.shape)
-    make_acc, make_sum = blank(torch.float32, split, count, heads, size), blank(torch.float32, split, count, heads)
+    pad = triton.next_power_of_2(split)
+    allocate = blank(q.dtype, *q.shape)
+    make_acc = blank(torch.float32, split, count, heads, size)
+    make_sum = blank(torch.float32, split, count, heads)
     join = Prepared(join_splits_kernel, (count * heads,), D=size, SPLIT=split, PAD=pad)
 
     def launch(
         q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
         scale: float, mask: torch.Tensor | None = None, start: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        y, parts = allocate(q), (None, None, None)
+        y = allocate(q)
+        parts = (None, None, None)
         if split > 1:
             parts = make_acc(q), make_sum(q), make_sum(q)
         bytes_ = None if mask is None else mask.view(torch.uint8)
@@ -227,7 +236,8 @@ def limit(
     mask: torch.Tensor | None = None, start: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """What is wrong with checked arguments, or None."""
-    (_, heads, size), groups = q.shape, keys.shape[1]
+    _, heads, size = q.shape
+    groups = keys.shape[1]
     if (mask is None) != (start is None):
         return "mask and start belong to a tree; give both or neither"
     if size in (64, 128) and heads % groups == 0 and heads <= 32 * groups:
@@ -235,7 +245,8 @@ def limit(
     return f"D must be 64 or 128, not {size}, and Hq = {heads} a multiple of Hk = {groups}, at most 32 Hk"
 
 
-CACHE, WHOLE = Argument("q", "B Hk L D"), Argument((torch.int32,), "T")
+CACHE = Argument("q", "B Hk L D")
+WHOLE = Argument((torch.int32,), "T")
 attention = operator(
     "attention",
     reference,

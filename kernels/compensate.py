@@ -37,7 +37,8 @@ GATED = 16  # tokens of a tile of the gate
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     """The arguments of `launch` for a case: x `[T, K]`, y `[T, N]` and the packed compensators, `made`."""
-    generator, dtype = torch.Generator().manual_seed(case["seed"]), getattr(torch, case["dtype"])
+    generator = torch.Generator().manual_seed(case["seed"])
+    dtype = getattr(torch, case["dtype"])
     starts, stored, start = [], [], 0
     for size, r in zip(case["layers"], case["ranks"]):
         if r:
@@ -181,7 +182,8 @@ def add(y: Tensor, vectors: Tensor, made: PackedCompensators) -> None:
 def launch_latent(x: Tensor, made: PackedCompensators) -> Tensor:
     """`latent` by the kernels."""
     (count, R, width), (tokens, columns) = made.down.shape, x.shape
-    hidden, tile = hidden_of(made.gates, R) * R, tokens_of_tile(tokens)
+    hidden = hidden_of(made.gates, R) * R
+    tile = tokens_of_tile(tokens)
     splits = splits_of(tokens, count, columns, processors(x.device))
     part = torch.empty(splits, count, tokens, R, dtype=torch.float32, device=x.device)
     vectors = torch.empty(count, tokens, R, dtype=torch.float32, device=x.device)
@@ -199,7 +201,9 @@ def launch_latent(x: Tensor, made: PackedCompensators) -> Tensor:
 
 def launch_add(y: Tensor, vectors: Tensor, made: PackedCompensators) -> None:
     """`add` by the kernel."""
-    (tokens, outputs), R, tile = y.shape, vectors.shape[2], tokens_of_tile(len(y))
+    tokens, outputs = y.shape
+    R = vectors.shape[2]
+    tile = tokens_of_tile(len(y))
     tiles = 0
     for first, end in zip(made.spans[::2], made.spans[1::2]):
         tiles += triton.cdiv(end - first, OUTPUTS)

@@ -99,12 +99,15 @@ def pack(
         raise ValueError(
             f"{len(stored)} compensators of rank {max(ranks)}; the kernel takes {MOST_LAYERS} of up to {MOST_RANK}"
         )
-    R, columns, device = padded(max(ranks)), stored[0]["A"].shape[1], stored[0]["A"].device
+    R = padded(max(ranks))
+    columns = stored[0]["A"].shape[1]
+    device = stored[0]["A"].device
     down = torch.zeros(len(stored), R, columns + -columns % 16, dtype=torch.int8, device=device)
     scales = torch.zeros(len(stored), 2, R, device=device)
     gates, up, spans = [], [], []
     for e, (start, tensors, alpha) in enumerate(zip(starts, stored, alphas)):
-        r, rows = ranks[e], len(tensors["B"])
+        r = ranks[e]
+        rows = len(tensors["B"])
         down[e, :r, :columns] = tensors["A"]
         scales[e, 0, :r], scales[e, 1, :r] = tensors["A_scale"], alpha * tensors["B_scale"]
         own = torch.zeros(rows, R, dtype=torch.int8, device=device)
@@ -120,7 +123,9 @@ def pack(
 def _gate(tensors: dict[str, Tensor], r: int, R: int, hidden: int) -> Tensor:
     """float16 `[2 h R^2 + h R + R]` of one gate; what is padded is zero."""
     W1 = tensors["W1"].new_zeros(hidden * R, R)
-    W2, b1, b2 = W1.new_zeros(R, hidden * R), W1.new_zeros(hidden * R), W1.new_zeros(R)
+    W2 = W1.new_zeros(R, hidden * R)
+    b1 = W1.new_zeros(hidden * R)
+    b2 = W1.new_zeros(R)
     W1[: hidden * r, :r], W2[:r, : hidden * r] = tensors["W1"], tensors["W2"]
     b1[: hidden * r], b2[:r] = tensors["b1"], tensors["b2"]
     return torch.cat([W1.flatten(), W2.flatten(), b1, b2]).half()
@@ -133,7 +138,9 @@ def hidden_of(gates: Tensor | None, R: int) -> int:
 
 def parts(down: Tensor, gates: Tensor | None, scales: Tensor, up: Tensor, columns: int, spans: Sequence[int]) -> list:
     """(first output, float32 tensors A, B and of the gate) of each compensator, padded channels included."""
-    R, unpacked, before = down.shape[1], [], 0
+    R = down.shape[1]
+    unpacked = []
+    before = 0
     h = hidden_of(gates, R)
     for e in range(len(down)):
         first, end = spans[2 * e], spans[2 * e + 1]
@@ -150,7 +157,9 @@ def parts(down: Tensor, gates: Tensor | None, scales: Tensor, up: Tensor, column
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     """Keywords of the operator: corrections of the size of the product, gates that are far from 1."""
     rng = torch.Generator().manual_seed(case["seed"])
-    rows, columns, hidden = sum(case["layers"]), case["columns"], case["hidden"]
+    rows = sum(case["layers"])
+    columns = case["columns"]
+    hidden = case["hidden"]
     weight = {"rows": rows, "columns": columns, "bits": 4, "group": case["group"], "symmetric": False, "m": 1}
     x, packed = wna16_gemv.make_inputs(weight | {"seed": case["seed"]}, dtype=getattr(torch, case["dtype"]))
     starts, stored, start = [], [], 0
@@ -247,7 +256,8 @@ def launch(
     end3: int = 0, gates: Tensor | None = None, config: dict[str, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """y of the operator by the kernel; `config` is that of the product, by default the tuned one of `wna16_gemv`."""
-    form, (count, R, _) = (bits, group, rows, columns, symmetric), down.shape
+    form = (bits, group, rows, columns, symmetric)
+    count, R, _ = down.shape
     latent, product, grid, block, width = _plan(form, x.dtype, R, hidden_of(gates, R), x.device, **(config or {}))
     if width != columns:
         x = torch.nn.functional.pad(x, (0, width - columns))
@@ -276,7 +286,8 @@ def limit(
     if not fits(R, hidden_of(gates, R)):
         return f"gates of {hidden_of(gates, R)} x {R} hidden units do not fit the shared memory of a thread block"
     spans = [(first, end), (first2, end2), (first3, end3)]
-    order, covered = [0], 0
+    order = [0]
+    covered = 0
     for begin, behind in spans[:count]:
         order += [begin, behind]
         covered += behind - begin

@@ -25,7 +25,8 @@ for rows in (1, 2, 4, 8):
     for columns, warps in ((512, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)):
         if rows * columns <= 8192:
             SPACE.append({"rows": rows, "columns": columns, "warps": warps})
-SMALL, LARGE = {"rows": 1, "columns": 2048, "warps": 4}, {"rows": 4, "columns": 1024, "warps": 4}  # 16 and 32 B a lane
+SMALL = {"rows": 1, "columns": 2048, "warps": 4}  # 16 bytes a lane
+LARGE = {"rows": 4, "columns": 1024, "warps": 4}  # 32 bytes a lane
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:

@@ -54,7 +54,8 @@ def prepare(
     dtype: torch.dtype,
 ) -> Callable[..., Tensor]:  # fmt: skip
     """The launch of the operator for weights like this one; it takes `codes` and `scale_zero` first."""
-    write, allocate = writer(codes, bits, group, rows, columns, symmetric, dtype), blank(dtype, rows, columns)
+    write = writer(codes, bits, group, rows, columns, symmetric, dtype)
+    allocate = blank(dtype, rows, columns)
 
     def launch(codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
         w = allocate(scale_zero)
@@ -69,7 +70,8 @@ def writer(
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
     """The launch for weights with codes like these; it takes `codes`, `scale_zero` and memory of w, row by row."""
     kernel = nvrtc.load(SOURCE, "dequantize", format_defines(bits, group, symmetric, dtype), codes.device)
-    grid, groups = -(-codes.shape[0] * codes.shape[1] // WARPS), columns // group if group else 1
+    grid = -(-codes.shape[0] * codes.shape[1] // WARPS)
+    groups = columns // group if group else 1
     step = kernel.step(grid, 32 * WARPS, ("codes", "scale_zero", "w", rows, columns, groups))
     return kernel.in_a_row(("codes", "scale_zero", "w"), (step,))
 

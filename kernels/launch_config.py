@@ -79,7 +79,8 @@ def registers(warps: int) -> int:
 @cache
 def configurations(slug: str) -> dict[str, dict[str, dict]]:
     """Every kernel's configurations on one device: its own, and where it has none those of a card like it."""
-    path, alike = FOLDER / f"{slug}.json", twins(slug)
+    path = FOLDER / f"{slug}.json"
+    alike = twins(slug)
     of_device = json.loads(path.read_text()) if path.is_file() else {}
     if slug == "cpu":
         return of_device

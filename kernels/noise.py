@@ -29,15 +29,20 @@ def philox(key: torch.Tensor, counter: tuple[torch.Tensor, ...]) -> list[torch.T
         return ((x >> 16) * factor + ((x & 0xFFFF) * factor >> 16)) >> 16, x * factor & low
 
     for _ in range(10):
-        (high_a, low_a), (high_c, low_c) = product(a, 0xD2511F53), product(c, 0xCD9E8D57)
-        a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
+        high_a, low_a = product(a, 0xD2511F53)
+        high_c, low_c = product(c, 0xCD9E8D57)
+        a = high_c ^ b ^ k0
+        b = low_c
+        c = high_a ^ d ^ k1
+        d = low_a
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
     return [a, b, c, d]
 
 
 def words(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
     """int64 [T, count]: word i % 4 of the counter (i // 4, 0, position) and the key seed, for int64 [T] of both."""
-    position, block = positions[:, None], torch.arange(-(-count // 4), device=seeds.device)[None]
+    position = positions[:, None]
+    block = torch.arange(-(-count // 4), device=seeds.device)[None]
     four = philox(seeds[:, None], (block, torch.zeros_like(block), position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF))
     return torch.stack(four, 2).flatten(1)[:, :count]
 
@@ -51,9 +56,11 @@ def exponential(bits: torch.Tensor) -> torch.Tensor:
     n = (bits & 0x7FFFFFFF).float() + 0.5
     m, exponent = torch.frexp(n)
     far = bits >> 31 == 1
-    v, k = torch.where(far, 1 - m, n * UNIT.value), torch.where(far, 32 - exponent, 0).float()
+    v = torch.where(far, 1 - m, n * UNIT.value)
+    k = torch.where(far, 32 - exponent, 0).float()
     z = v / (2 - v)
-    square, series = z * z, torch.full_like(z, 1 / 15)
+    square = z * z
+    series = torch.full_like(z, 1 / 15)
     for odd in (13, 11, 9, 7, 5, 3, 1):
         series = series * square + 1 / odd
     return k * LOG2.value + (z + z) * series

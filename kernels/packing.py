@@ -112,7 +112,8 @@ def _misfit(
 ) -> str | None:
     if sentence := _no_grid(rows, columns, bits, group):
         return sentence
-    tiles, groups = -(-rows // TILE), columns // group if group else 1
+    tiles = -(-rows // TILE)
+    groups = columns // group if group else 1
     want_codes = (tiles, -(-columns // block_columns(bits)), 32, 4)
     want_scales = (tiles, groups, 8, 2) if symmetric else (tiles, groups, 8, 2, 2)
     for name, shape, expected in (("codes", codes, want_codes), ("scale_zero", scale_zero, want_scales)):
@@ -191,7 +192,9 @@ def _shifts(bits: int, device: torch.device) -> Tensor:
 def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of `pack`: codes uint8 `[N, K]`, scales and zeros float16 `[N, G]`."""
     tiles, blocks = packed.codes.shape[:2]
-    kb, rows, columns = block_columns(packed.bits), packed.rows, packed.columns
+    kb = block_columns(packed.bits)
+    rows = packed.rows
+    columns = packed.columns
     words = packed.codes[..., None, None] >> _shifts(packed.bits, packed.codes.device)
     fields = (words & ((1 << packed.bits) - 1)).to(torch.uint8)
     view = fields.view(tiles, blocks, 8, 4, kb // 32, 2, 2, 2, 2).permute(0, 7, 2, 1, 4, 3, 5, 6, 8)

@@ -128,7 +128,8 @@ def prepare(logits: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor
 
 def empty(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the right shape and dtype."""
-    count, device = logits.shape[0], logits.device
+    count = logits.shape[0]
+    device = logits.device
     return torch.empty(count, dtype=torch.float32, device=device), torch.empty(count, dtype=torch.int64, device=device)
 
 

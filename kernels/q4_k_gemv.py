@@ -40,7 +40,8 @@ UNIT = ROWS * (planes.LINE + planes.HEADER)  # bytes of a super-block of a tile
 MOST_WARPS, MOST_SHARES = 32, 8  # of an SM; super-blocks of a row that a warp has, worth trying
 OF_UNIT, OF_X, OTHERS = 12, 10, 26  # registers of a thread for a unit on its way, for a super-block of x, and the rest
 SHARE = 2 * SUPER + 4 * planes.BLOCKS  # bytes of a super-block of x in shared memory
-DELIVERED, ON_THEIR_WAY = 40_000, (28_000, 160_000)  # bytes of an SM: in a microsecond; at once, worth trying
+DELIVERED = 40_000  # bytes that memory delivers to an SM in a microsecond
+ON_THEIR_WAY = (28_000, 160_000)  # bytes of an SM that are loaded at once: the range that is worth trying
 SPACE = []  # warps of a thread block; blocks of an SM; units that a warp has on their way to its registers
 for warps in range(2, 29):
     for blocks in (1, 2, 3, 4, 8):
@@ -100,7 +101,8 @@ def kept(config: dict, supers: int) -> bool:
 def worth_trying(config: dict, columns: int) -> bool:
     """Whether a configuration of SPACE shares so many columns evenly, and registers hold what is on its way."""
     supers = columns // SUPER
-    own, ahead = shares(config, supers), config["ahead"]
+    own = shares(config, supers)
+    ahead = config["ahead"]
     if own > MOST_SHARES or own * config["warps"] > max(1.08 * supers, 4) or (own % ahead and ahead % own):
         return False
     few, many = ON_THEIR_WAY
@@ -110,10 +112,12 @@ def worth_trying(config: dict, columns: int) -> bool:
 
 def plan(rows: int, columns: int, dtype: torch.dtype, config: dict, processors: int) -> LaunchPlan:
     """The partition of a weight [N, K] on a device with so many SMs."""
-    supers, tiles = columns // SUPER, -(-rows // ROWS)
+    supers = columns // SUPER
+    tiles = -(-rows // ROWS)
     grid = min(tiles, processors * config["blocks"])
     per_program, more = divmod(tiles, grid)
-    longest, in_registers = per_program + (more > 0), kept(config, supers)
+    longest = per_program + (more > 0)
+    in_registers = kept(config, supers)
     macros = {"BF16": int(dtype == torch.bfloat16), "SUPERS": supers, "RAGGED": int(rows % ROWS > 0)}
     macros |= {name.upper(): value for name, value in config.items()}
     macros |= {"KEPT": int(in_registers), "EACH": per_program, "MORE": more}

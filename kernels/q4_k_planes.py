@@ -20,9 +20,13 @@ from torch import Tensor
 from repro.kernels.operators import FLOATS, VECTOR, Argument
 from repro.kernels.triton_language import tl, triton
 
-SUPER, LINE, HEADER, BLOCKS = 256, 128, 16, 8
+SUPER = 256
+LINE = 128
+HEADER = 16
+BLOCKS = 8
 X = Argument(FLOATS, "1 K")
-CODES, HEADERS = Argument((torch.uint8,), "A B 128", VECTOR), Argument((torch.uint8,), "A B 16", VECTOR)
+CODES = Argument((torch.uint8,), "A B 128", VECTOR)
+HEADERS = Argument((torch.uint8,), "A B 16", VECTOR)
 
 
 def make_planes(rows: int, columns: int, zigzag: bool, seed: int, device: torch.device | str = "cpu") -> dict:
@@ -57,7 +61,8 @@ def dequantize(codes: Tensor, headers: Tensor, dtype: torch.dtype = torch.float6
         if block < 4:
             scale, minimum = low & 63, mid & 63
         else:
-            scale, minimum = high & 15 | low >> 6 << 4, high >> 4 | mid >> 6 << 4
+            scale = high & 15 | low >> 6 << 4
+            minimum = high >> 4 | mid >> 6 << 4
         line = codes[..., 32 * (block // 2) : 32 * (block // 2 + 1)]
         q = (line >> 4 if block % 2 else line & 15).to(dtype)
         part = (d * scale)[..., None] * q - (dmin * minimum)[..., None]

@@ -80,7 +80,8 @@ def empty(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def launch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The results of the operator, computed by the kernel; `x` is not checked."""
-    results, groups = empty(x), x.shape[1] // form.GROUP
+    results = empty(x)
+    groups = x.shape[1] // form.GROUP
     quantize_2bit_kernel[(len(x), triton.cdiv(groups, GROUPS))](x, *results, groups, GROUPS=GROUPS, num_warps=4)
     return results
 

@@ -120,8 +120,10 @@ def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def prepare(x: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """The launch of the operator for calls like this one."""
-    (m, k), kernel = x.shape, prepared(x, None)
-    make_codes, make_scales = blank(torch.int8, m, k), blank(torch.float32, m)
+    m, k = x.shape
+    kernel = prepared(x, None)
+    make_codes = blank(torch.int8, m, k)
+    make_scales = blank(torch.float32, m)
 
     def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, s = make_codes(x), make_scales(x)

@@ -30,7 +30,8 @@ CASES = [  # tokens, hidden size, residual or not, dtype, seed
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     """Keywords of the operator: tokens that differ by powers of ten, a weight around 1."""
     generator = torch.Generator().manual_seed(case["seed"])
-    shape, dtype = (case["T"], case["H"]), getattr(torch, case["dtype"])
+    shape = (case["T"], case["H"])
+    dtype = getattr(torch, case["dtype"])
     size = 10.0 ** torch.randint(-2, 2, (case["T"], 1), generator=generator)
     x, residual = (torch.randn(shape, generator=generator) * size for _ in range(2))
     weight = 1 + torch.randn(case["H"], generator=generator) / 4

@@ -40,9 +40,12 @@ def tables(length: int, size: int, theta: float = 5e5) -> tuple[torch.Tensor, to
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     """Keywords of the operator: tokens at random free slots, the last ones padding, siblings among them."""
     generator = torch.Generator().manual_seed(case["seed"])
-    count, size, dtype = case["T"], case["D"], getattr(torch, case["dtype"])
+    count = case["T"]
+    size = case["D"]
+    dtype = getattr(torch, case["dtype"])
     order = torch.randperm(case["B"] * case["L"], generator=generator)[:count]
-    rows, slots = (order // case["L"]).int(), (order % case["L"]).int()
+    rows = (order // case["L"]).int()
+    slots = (order % case["L"]).int()
     rows[count - case["padding"] :] = -1
     qkv = torch.randn(count, (case["Hq"] + 2 * case["Hk"]) * size, generator=generator)
     cos, sin = tables(case["L"], size)
@@ -63,9 +66,11 @@ def reference(
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """q [T, Hq, D] in the dtype of qkv; writes to `keys` and `values`."""
-    heads, new = qkv.view(len(qkv), -1, keys.shape[3]), keys.shape[1]
+    heads = qkv.view(len(qkv), -1, keys.shape[3])
+    new = keys.shape[1]
     if min(rows.tolist()) < 0:  # the others alone, then zeros between them
-        live, q = (rows >= 0).nonzero()[:, 0], torch.zeros_like(heads[:, : -2 * new])
+        live = (rows >= 0).nonzero()[:, 0]
+        q = torch.zeros_like(heads[:, : -2 * new])
         live_inputs = [tensor.index_select(0, live) for tensor in (qkv, positions, rows, slots)]
         return (
             q.index_copy_(0, live, reference(live_inputs[0], cos, sin, *live_inputs[1:], keys, values))
@@ -137,8 +142,10 @@ def prepare(
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
     """The launch of the operator for calls like this one."""
-    (_, heads, length, size), count = keys.shape, len(qkv)
-    total, block = qkv.shape[1] // size, 4 if count < 16 else 16  # heads of a program
+    _, heads, length, size = keys.shape
+    count = len(qkv)
+    total = qkv.shape[1] // size
+    block = 4 if count < 16 else 16  # heads of a program
     queries = total - 2 * heads
     kernel = Prepared(
         rope_append_kernel, (count, triton.cdiv(total, block)), HQ=queries, HK=heads, D=size, HEADS=block,
@@ -160,13 +167,16 @@ def limit(
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 ) -> str | None:  # fmt: skip
     """What is wrong with checked arguments, or None."""
-    width, (_, heads, _, size) = qkv.shape[1], keys.shape
+    width = qkv.shape[1]
+    _, heads, _, size = keys.shape
     if size in (64, 128) and width % (heads * size) == 0 and width >= 3 * heads * size:
         return None
     return f"qkv of {width} columns must be (Hq + 2 Hk) D, Hq a multiple of Hk = {heads}, D 64 or 128, not {size}"
 
 
-WHOLE, TABLE, CACHE = Argument((torch.int32,), "T"), Argument((torch.float32,), "L' D"), Argument("qkv", "B Hk L D")
+WHOLE = Argument((torch.int32,), "T")
+TABLE = Argument((torch.float32,), "L' D")
+CACHE = Argument("qkv", "B Hk L D")
 rope_append = operator(
     "rope_append",
     reference,

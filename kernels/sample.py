@@ -61,7 +61,8 @@ def reference(
     top_p: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """tokens int64 [T], by sorting."""
-    sampled, logits = (temperature > 0)[:, None], logits.float()
+    sampled = (temperature > 0)[:, None]
+    logits = logits.float()
     x = logits / torch.where(sampled, temperature[:, None], 1)
     largest = x.amax(1, keepdim=True)  # NaN if any is
     w = noise.weight(x - largest)
@@ -287,9 +288,11 @@ def prepare(
     top_p: torch.Tensor, size: int | None = None,
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
     """The launches of the operator for calls like this one."""
-    (count, length), rounds = logits.shape, logits.element_size() * 2
+    count, length = logits.shape
+    rounds = logits.element_size() * 2
     size = size or min(max(triton.next_power_of_2(triton.cdiv(count * length, 256)), 512), 32768)
-    slices, parts = triton.cdiv(length, size), 2 * rounds + 3
+    slices = triton.cdiv(length, size)
+    parts = 2 * rounds + 3
     # All programs of a launch have to run at once where they wait for one another: two of 4 warps fit an SM.
     together = logits.device.type == "cuda" and count * slices <= 2 * processors(logits.device)
     kernel = Prepared(

@@ -61,7 +61,8 @@ def launch(x: torch.Tensor) -> torch.Tensor:
 
 def prepare(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """The launch of the operator for calls like this one."""
-    count, size = x.shape[0], x.shape[1] // 2
+    count = x.shape[0]
+    size = x.shape[1] // 2
     block = 256 if count * size < 1 << 18 else 1024  # few tokens: enough programs to fill the device
     grid = count, triton.cdiv(size, block)
     kernel = Prepared(silu_product_kernel, grid, BLOCK=block, num_warps=block // 128)

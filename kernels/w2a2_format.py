@@ -31,7 +31,8 @@ GROUP, MOST_TOKENS = 32, 4
 ROWS, GROUPS = 8, 16  # of a unit
 PARTS = 1024, 128  # bytes of its codes and scales
 UNIT, REAL_UNIT = sum(PARTS) + 32, sum(PARTS) + 256
-UNITS, FACTORS = Argument((torch.uint8,), "T U B", VECTOR), Argument((torch.float32,), "N")
+UNITS = Argument((torch.uint8,), "T U B", VECTOR)
+FACTORS = Argument((torch.float32,), "N")
 
 
 def planes(codes: Tensor) -> Tensor:
@@ -119,7 +120,8 @@ def unpack(units: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, Tenso
 
 def dequantize(units: Tensor, factors: Tensor, groups: int) -> Tensor:
     """`[N, K]` in the dtype of `factors`, float32 or float64."""
-    rows, dtype = len(factors), factors.dtype
+    rows = len(factors)
+    dtype = factors.dtype
     codes, scales, zeros = unpack(units, rows, groups)
     q = codes.view(rows, groups, GROUP).to(dtype)
     step = scales.to(dtype) * factors[:, None]
@@ -129,7 +131,8 @@ def dequantize(units: Tensor, factors: Tensor, groups: int) -> Tensor:
 def make_weight(case: dict, device: torch.device | str = "cpu") -> dict:
     """A random weight of a case: `units` and `factors`; real zeros where the case says so."""
     generator = torch.Generator().manual_seed(case["seed"])
-    rows, groups = case["N"], case["K"] // GROUP
+    rows = case["N"]
+    groups = case["K"] // GROUP
     codes = torch.randint(0, 4, (rows, case["K"]), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(rows, groups, generator=generator) * 400 + 0.002).to(torch.float8_e4m3fn)
     zeros = torch.randint(0, 4, (rows, groups), generator=generator)

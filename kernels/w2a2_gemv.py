@@ -186,15 +186,18 @@ def plan(
     Raises:
         ValueError: not even one copy fits, or a block of a cluster would have no columns.
     """
-    down, across = [-(-rows // form.ROWS) for rows in layers], -(-groups // form.GROUPS)
+    down = [-(-rows // form.ROWS) for rows in layers]
+    across = -(-groups // form.GROUPS)
     share = -(-across // split)  # of the units across, of a block
     if (split - 1) * share >= across:
         raise ValueError(f"w2a2_gemv: {split} thread blocks of a cluster for {across} units of columns")
     at_once = CLUSTERS[split] * processors // CLUSTERS[1] * blocks
     counts = shared_out(min(sum(down), max(1, at_once)), down)  # of blocks or clusters, by layer
-    longest, own = max(-(-rows // count) for rows, count in zip(down, counts)), -(-share // warps)
+    longest = max(-(-rows // count) for rows, count in zip(down, counts))
+    own = -(-share // warps)
     copy = tiles * share * (form.REAL_UNIT if real else form.UNIT)
-    sums, copies = longest * tokens * 4 * form.ROWS * ((warps | 1) + split - 1), -(-longest // tiles)
+    sums = longest * tokens * 4 * form.ROWS * ((warps | 1) + split - 1)
+    copies = -(-longest // tiles)
     room = most // blocks - STATIC - sums
     step = 1 if tokens * own == 1 else 2  # units of x that a warp quantizes at a time
     gathered = warps * step * form.GROUPS * form.GROUP * x.itemsize if gather else 0

@@ -37,7 +37,8 @@ def launch(
     x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor, config: dict | None = None
 ) -> Tensor:
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
-    (m, groups), rows = x_scales.shape, len(factors)
+    m, groups = x_scales.shape
+    rows = len(factors)
     config = config or w2a2_gemv.configuration("w2a2_ready", m, rows, form.GROUP * groups, units.device)
     inputs = None, None, x_codes, x_scales, x_zeros
     return w2a2_gemv.run(x_scales.new_empty(m, rows), inputs, units, factors, config)

@@ -194,15 +194,19 @@ def launch(
 
 def prepared(x_q: torch.Tensor, w_q: torch.Tensor, config: dict, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """The launches with one configuration for tensors like these; they take x_q, s_x, w_q and s_w first."""
-    (m, k), n, split = x_q.shape, w_q.shape[0], config["split"]
+    m, k = x_q.shape
+    n = w_q.shape[0]
+    split = config["split"]
     kernel = prepared_product((m, k), w_q, config, aligned(x_q, w_q))
-    make_y, make_sums = blank(dtype, m, n), blank(torch.int32, split, m, n)
+    make_y = blank(dtype, m, n)
+    make_sums = blank(torch.int32, split, m, n)
     add = prepared_adding(m, n, split)
 
     def launch(
         x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, *_: torch.dtype
     ) -> torch.Tensor:
-        y, partial = make_y(s_x), make_sums(s_x) if split > 1 else None
+        y = make_y(s_x)
+        partial = make_sums(s_x) if split > 1 else None
         kernel(x_q, w_q, s_x, s_w, y, partial, m, n, k)
         if split > 1:
             add(partial, s_x, s_w, y, m, n)
@@ -227,7 +231,8 @@ def prepared_product(
 
     With a workspace it takes that for x_q and s_x, and None for the sums; only then may tiles be joined.
     """
-    (m, k), n = shape, w_q.shape[0]
+    m, k = shape
+    n = w_q.shape[0]
     tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
     matrices = [described((m, k), config["m"], config["k"]), described((n, k), config["n"], config["k"])]
     scales, counters, sums = (where.scales, where.counters, where.sums) if where else (0, 0, 0)
@@ -249,7 +254,8 @@ def is_joined(config: dict) -> bool:
 
 def workspace_of(m: int, n: int, k: int, config: dict, joined: bool) -> Workspace:
     """The memory between the quantizer and a product, and between that and the launch that adds its sums."""
-    tiles, split = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"]), config["split"]
+    tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
+    split = config["split"]
     if split == 1:
         return workspace(m, k, 0, 0)
     if joined:
@@ -265,7 +271,9 @@ def behind_quantizer(
     Two launches with one piece of memory between them. Where K is split and tiles are not joined (by default
     `is_joined`) a third one adds their sums, from the same memory.
     """
-    (m, k), n, split = x.shape, w_q.shape[0], config["split"]
+    m, k = x.shape
+    n = w_q.shape[0]
+    split = config["split"]
     joined = is_joined(config) if joined is None else joined
     where = workspace_of(m, n, k, config, joined)
     descriptor = k % VECTOR == 0 and w_q.data_ptr() % VECTOR == 0
@@ -278,7 +286,8 @@ def behind_quantizer(
     if split > 1 and not joined:
         launches.append((prepared_adding(m, n, split, where), (None, "between", "s_w", "y", m, n)))
     row = InARow(("x", "between", "w_q", "s_w", "y"), launches)
-    memory, make_y = scratch(torch.int8, where.nbytes), blank(x.dtype, m, n)
+    memory = scratch(torch.int8, where.nbytes)
+    make_y = blank(x.dtype, m, n)
 
     def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
         between, y = memory.take(x), make_y(x)

@@ -180,7 +180,9 @@ def prepared(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict
 
 def prepare_one(x: torch.Tensor, w_q: torch.Tensor, config: dict) -> Callable[..., None]:
     """The Triton kernel: takes x, w_q, s_w and y [1, N]."""
-    (m, k), n, chunk = x.shape, w_q.shape[0], config["chunk"]
+    m, k = x.shape
+    n = w_q.shape[0]
+    chunk = config["chunk"]
     registers = ceil(k / 4 / chunk) * chunk * config["rows"] // (32 * config["warps"])
     if m != 1 or registers > 128:
         raise ValueError(f"w8a8_gemv: {config} cannot run x {tuple(x.shape)} and w_q {tuple(w_q.shape)}")
@@ -229,7 +231,8 @@ def fits(how: GemvPlan, device: torch.device | str) -> bool:
 
 def prepare_streamed(x: torch.Tensor, w_q: torch.Tensor, config: dict) -> Callable[..., None]:
     """The CUDA kernel: takes x, w_q, s_w and y [M, N]."""
-    (m, k), n = x.shape, w_q.shape[0]
+    m, k = x.shape
+    n = w_q.shape[0]
     how = plan(m, n, k, x.dtype, config, torch.cuda.get_device_properties(x.device).multi_processor_count)
     if not fits(how, x.device):
         raise ValueError(f"w8a8_gemv: {config} cannot run x {tuple(x.shape)} and w_q {tuple(w_q.shape)} here")
@@ -267,7 +270,8 @@ def prepare(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> Callable[.
 
 def limit(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> str | None:
     """What is wrong with checked arguments, or None."""
-    (m, k), rows = x.shape, w_q.shape[0]
+    m, k = x.shape
+    rows = w_q.shape[0]
     if m > MAX_TOKENS or k % 16:
         most = f"x of 1 to {MAX_TOKENS} tokens and a multiple of 16 columns"
         return f"takes {most}, not x {[m, k]} for w_q {[rows, k]}; w8a8 takes any"

@@ -49,8 +49,10 @@ def warm(
             key = (product.rows, columns, product.bits, product.group, product.symmetric, codes.device)
             rest = (product,)
         else:
-            codes, rest = product[0], product
-            columns, launch = codes.shape[1], w8a8.w8a8
+            codes = product[0]
+            rest = product
+            columns = codes.shape[1]
+            launch = w8a8.w8a8
             key = (*codes.shape, "w8a8", codes.device)
         if key in done:
             continue
@@ -88,8 +90,11 @@ def weight_of_zeros(shape: Shape, form: str, device: torch.device) -> PackedWeig
         raise ValueError(
             f"warm: unknown form {form!r}; choose w8a8, or bits and group as in w4-g128, w8-pc, w4-g64-sym"
         )
-    bits, group, symmetric = int(match[1]), int(match[2] or 0), bool(match[3])
-    tiles, groups = -(-rows // TILE), columns // group if group else 1
+    bits = int(match[1])
+    group = int(match[2] or 0)
+    symmetric = bool(match[3])
+    tiles = -(-rows // TILE)
+    groups = columns // group if group else 1
     codes = torch.zeros(tiles, -(-columns // block_columns(bits)), 32, 4, dtype=torch.int32, device=device)
     sizes = (tiles, groups, 8, 2) if symmetric else (tiles, groups, 8, 2, 2)
     return PackedWeight(codes, torch.zeros(sizes, dtype=torch.float16, device=device), bits, group, *shape, symmetric)

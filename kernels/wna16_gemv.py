@@ -150,7 +150,9 @@ def heuristic(
     rows: int, columns: int, bits: int, batch: int, processors: int = 132, clusters: bool = True
 ) -> dict[str, int]:
     """A configuration for an untuned shape: similar to the fastest ones of similar shapes on an H200."""
-    tiles, chunks, most = -(-rows // TILE), columns // 256, 12 if batch == 1 else 8
+    tiles = -(-rows // TILE)
+    chunks = columns // 256
+    most = 12 if batch == 1 else 8
     splits = 2 if clusters and chunks > most else 1
     if batch <= 8 and rows * columns < 1 << 24 and columns % 256 == 0 and chunks <= most * splits:  # one chunk a warp
         warps = -(-chunks // splits)
@@ -262,7 +264,8 @@ def tail(x: Tensor, before: int, bits: int, group: int, rows: int, columns: int,
 
     Rows of x are aligned to 16 bytes.
     """
-    form, count = (bits, group, rows, columns, symmetric), x.shape[0] - before
+    form = (bits, group, rows, columns, symmetric)
+    count = x.shape[0] - before
     function, grid, block, *_ = _plan(form, x.dtype, count, x.device, "TAIL", **TAIL)
     tokens, y = (behind(name, before * width * x.element_size()) for name, width in (("x", columns), ("y", rows)))
     return function.step(grid, block, ("codes", "scale_zero", tokens, y, rows, count), beside=True)

@@ -134,19 +134,19 @@ class GraphRun:
                 errors.append((got.float() - want.float()).norm() / norm)
             worst = float(torch.stack(errors).nan_to_num(nan=math.inf).max())
             if not worst <= self.task.tolerance:
-                what = "an output of the timed launches was not written" if math.isinf(worst) else (
-                    f"an output of the timed launches is off by {worst:.2g} (allowed {self.task.tolerance:.2g})"
-                )  # fmt: skip
-                raise Unsound(f"{self.task.name}: {what}")
+                problem = f"is off by {worst:.2g} (allowed {self.task.tolerance:.2g})"
+                if math.isinf(worst):
+                    problem = "was not written"
+                raise Unsound(f"{self.task.name}: an output of the timed launches {problem}")
             self.relerr = max(self.relerr, worst)
 
     def check_unchanged(self) -> None:
         """Raise `Unsound` if a launch wrote to its inputs."""
         hot = tensors(self.hot)
-        if not any(all(torch.equal(bits(a), bits(b)) for a, b in zip(hot, one)) for one in self.variants):
+        if not any(_are_equal(hot, variant) for variant in self.variants):
             raise Unsound(f"{self.task.name}: a launch changed its activations")
-        for one in self.cold:
-            if not all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors(one), self.pristine)):
+        for weights in self.cold:
+            if not _are_equal(tensors(weights), self.pristine):
                 raise Unsound(f"{self.task.name}: a launch changed its weights")
 
     def timing(self, floor_us: float | None = None) -> Timing:
@@ -168,6 +168,11 @@ class GraphRun:
             facts=self.task.facts,
             **self.state,
         )
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether tensors are pairwise equal, bit by bit."""
+    return all(torch.equal(bits(a), bits(b)) for a, b in zip(some, others))
 
 
 def measure(
@@ -225,8 +230,8 @@ def measure(
     for number in range(WARMUP + rounds):
         check = number < CHECKED or number >= WARMUP + rounds - CHECKED
         everyone = [*runs, *readers]
-        turn = number % max(1, len(everyone))
-        for run in everyone[turn:] + everyone[:turn]:
+        start = number % max(1, len(everyone))  # who begins changes from round to round
+        for run in everyone[start:] + everyone[:start]:
             us = guarded(run, functools.partial(run.round, number, check))
             if us is not None and number >= WARMUP:
                 run.samples.append(us)
@@ -237,7 +242,9 @@ def measure(
     if joule_seconds:
         for run, joules in zip(runs, backend.joules([run.graph for run in runs], joule_seconds)):
             run.joule = None if joules is None else joules / run.launches
-    fastest = {nbytes: min(statistics.median(run.samples) for run in each) for nbytes, each in floors.items()}
+    fastest = {}
+    for nbytes, runs_of_size in floors.items():
+        fastest[nbytes] = min(statistics.median(run.samples) for run in runs_of_size)
     return [run.timing(fastest.get(run.nbytes)) for run in runs]
 
 
