@@ -93,7 +93,7 @@ class Config(grid.Grid):
 
 
 def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) -> Tensor:
-    """What is trained on, int64 `[S, L]`; UserError where there is no text, or too little of it."""
+    """The training sequences, int64 `[S, L]`; UserError if there is no text, or too little of it."""
     if calibration is None or not calibration.numel():
         raise UserError("bitdistiller needs calibration tokens, there are none; name a calibration corpus")
     length = min(config.length, calibration.shape[1])

@@ -96,7 +96,7 @@ def fake_quantize(weight: Tensor, s: Tensor, z: Tensor, config: Config) -> Tenso
 
 @torch.no_grad()
 def start(block: nn.Module, prefix: str, config: Config) -> dict[str, Tensor]:
-    """What is trained in a block: `NAME.weight`, `NAME/s` and `NAME/z` of each linear."""
+    """The trained tensors of a block: `NAME.weight`, `NAME/s` and `NAME/z` of each linear."""
     tensors = {}
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear):

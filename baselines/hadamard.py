@@ -130,7 +130,7 @@ class RotatedInputs(nn.Linear):
             self.register_buffer(f"factor{i}", factor.to(linear.weight.device, wide), persistent=False)
 
     def turn(self, x: Tensor) -> Tensor:
-        """What `linear` reads for inputs x `[…, K]`."""
+        """The rotated inputs that `linear` reads for x `[…, K]`."""
         return rotated(x, tuple(self.buffers(recurse=False)))
 
     def forward(self, x: Tensor) -> Tensor:

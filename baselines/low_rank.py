@@ -232,7 +232,7 @@ def compensate(
 
 
 def packed(A: Tensor, B: Tensor, factor_bits: int) -> dict[str, Tensor]:
-    """What is stored of A `[r, K]` and B `[N, r]`.
+    """The stored tensors of A `[r, K]` and B `[N, r]`.
 
     Each latent channel is scaled so that its row of A and its column of B have the same largest magnitude: the product
     is the same, and half precision neither overflows nor underflows.

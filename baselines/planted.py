@@ -32,7 +32,7 @@ WATCHED = 32  # sequences that inputs are described on
 
 @dataclass(frozen=True)
 class Config:
-    """What is planted.
+    """The outliers to plant.
 
     Attributes:
         side: where the channels are large: in the weights that read them, or in these layers' inputs.

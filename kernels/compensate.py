@@ -62,7 +62,7 @@ def reference(x: Tensor, y: Tensor, made: PackedCompensators) -> Tensor:
 
 
 def launch(x: Tensor, y: Tensor, made: PackedCompensators) -> Tensor:
-    """The same by the kernels, unchecked."""
+    """`reference` by the kernels, with unchecked arguments."""
     corrected = y.clone()
     launch_add(corrected, launch_latent(x, made), made)
     return corrected

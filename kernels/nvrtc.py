@@ -81,7 +81,7 @@ def compile_cubin(path: Path, defines: Mapping[str, int], arch: str) -> bytes:
 
 
 def cached_at(path: Path, defines: Mapping[str, int], arch: str) -> Path:
-    """Where the cubin of a source is cached, as it and its headers are now."""
+    """The file in which the cubin of a source is cached, by the contents of the source and its headers."""
     headers = [header.read_text() for header in sorted(path.parent.glob("*.cuh"))]
     key = repr((path.read_text(), headers, sorted(defines.items()), arch, compiler()))
     return cache_folder() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"

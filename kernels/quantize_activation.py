@@ -56,7 +56,7 @@ def unsupported(device: torch.device | str) -> str | None:
 
 @triton.jit
 def part_of(workspace, AT: tl.constexpr, KIND: tl.constexpr):  # noqa: ANN001, ANN201
-    """Where a piece of memory has numbers of another type, AT bytes from its beginning."""
+    """A pointer to numbers of another type in a piece of memory, AT bytes from its beginning."""
     return (workspace + AT).to(tl.pointer_type(KIND), bitcast=True)
 
 

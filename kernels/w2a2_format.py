@@ -102,7 +102,7 @@ def stored_zeros(zeros: Tensor) -> Tensor:
 
 
 def unpack(units: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What was packed: codes uint8 `[N, K]`, scales float8_e4m3fn `[N, G]`, zeros `[N, G]` in uint8 or float16."""
+    """The unpacked codes uint8 `[N, K]`, scales float8_e4m3fn `[N, G]` and zeros `[N, G]` in uint8 or float16."""
     down, across, size = units.shape
 
     def by_row(part: Tensor) -> Tensor:  # [down, across, of a unit] to [N, G]

@@ -30,7 +30,7 @@ class Switch:
 
 @dataclass
 class SwitchingState:
-    """What a rule is given besides the signal.
+    """The state that a rule is called with, besides the signal.
 
     Attributes:
         bits: each layer's width, from the next step on.

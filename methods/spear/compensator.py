@@ -72,7 +72,7 @@ def int8(factor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(ec: Compensator) -> dict[str, Tensor]:
-    """What is stored of `ec`: INT8 factors, their scales, and the gate in half precision.
+    """The stored tensors of `ec`: INT8 factors, their scales, and the gate in half precision.
 
     Raises:
         NotMeasurable: calibration diverged.

@@ -39,7 +39,7 @@ class InputHistogram(NamedTuple):
 
 
 def histogram(x: Tensor) -> InputHistogram:
-    """Of all entries of `x`, in any shape: BINS bins, the outer two hold the extreme TAIL on each side.
+    """The histogram of all entries of `x`, of any shape: BINS bins, whose outer two hold the extreme TAIL on each side.
 
     UserError if an entry is not finite, or if there are fewer than 1/TAIL.
     """

@@ -25,7 +25,7 @@ Points = tuple[Sequence[float], Sequence[float]]  # rising x, and y
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """What was measured of one shape on one device.
+    """The measurements of one shape on one device.
 
     Attributes:
         shape: its name.

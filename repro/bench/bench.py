@@ -86,7 +86,7 @@ def greedy_choices(device: str = "cuda") -> list[list[Task]]:
 
 
 def origin() -> dict[str, str]:
-    """What is stored with a time: this GPU, the commit, the libraries and the date."""
+    """The origin of a time: this GPU, the commit, the libraries and the date."""
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "gemlite"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -49,7 +49,7 @@ def load(name: str) -> ModuleType:
 
 
 def cannot_run(name: str) -> Callable[[str], str | None]:
-    """What a kernel's own `unsupported` says, or that it cannot even be imported here."""
+    """A function from a device to why a kernel cannot run there: its own `unsupported`, or a failed import; else None."""
 
     def unavailable(device: str) -> str | None:
         try:

@@ -65,7 +65,7 @@ class Provider:
 
     @property
     def label(self) -> str:
-        """Its name among all providers of a run."""
+        """The name of the provider, unique in a run."""
         return f"{self.format}/{self.dtype}/{self.name}"
 
     def takes(self, count: int) -> bool:
@@ -177,7 +177,7 @@ def no_gemlite(device: str) -> str | None:
 
 
 def gemlite_file(device: str) -> Path:
-    """Where the configurations that GemLite's own tuner found on a device are kept."""
+    """The file of the configurations that GemLite's own tuner found on a device."""
     return ROOT / "results" / device_slug(device) / "gemlite.json"
 
 

@@ -65,7 +65,7 @@ class BenchmarkFile:
     cells: dict[str, TimedKernel]
 
     def library_level(self, other: "BenchmarkFile") -> float:
-        """log of how slow the library is here, over how slow it is in another run: the median of common shapes.
+        """log of the library's time here over its time in another run: the median of common shapes.
 
         Raises:
             UserError: the runs have no time of the library in common.
@@ -76,7 +76,7 @@ class BenchmarkFile:
         return statistics.median(math.log(self.cells[name].us / other.cells[name].us) for name in common)
 
     def floor_level(self, other: "BenchmarkFile") -> float:
-        """The same of the read floors, over all common cells of the device."""
+        """log of the read floor here over that of another run: the median of all common cells of the device."""
         common = [name for name, cell in self.cells.items() if name in other.cells and not cell.on_host]
         return statistics.median(math.log(self.cells[name].floor_us / other.cells[name].floor_us) for name in common)
 

@@ -30,7 +30,7 @@ class Layer:
     made: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, what: Hashable, make: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """What `make` gives, made once a layer: providers of one format, and all numbers of rows, share it."""
+        """The result of `make`, cached for the layer: providers of one format, and all numbers of rows, share it."""
         if what not in self.made:
             self.made[what] = make()
         return self.made[what]
@@ -125,7 +125,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the timer found: microseconds a launch (median, 20th and 80th percentile) and what they stand on.
+    """A timing: microseconds a launch (median, 20th and 80th percentile), and how it was measured.
 
     `floor_us` is the read floor of `nbytes`, timed in the same process, interleaved; `relerr` the largest error of all
     launches that were checked; `clock_mhz`, `throttle` and `joule` (a launch) are None where NVML cannot be read.

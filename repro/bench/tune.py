@@ -51,7 +51,7 @@ Case = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TuningPoint:
-    """Where a kernel's launch configuration is looked up: a shape, a size.
+    """A key under which a kernel's launch configuration is looked up, such as a shape or a size.
 
     Attributes:
         key: as the kernel's launcher looks it up.

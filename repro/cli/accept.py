@@ -12,7 +12,7 @@ from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What is accepted."""
+    """The file or figure to accept."""
     parser.add_argument("file", type=Path, help="a table's .csv, kernel times, or a figure such as spear/figure13")
     parser.add_argument("--scale", help="of a figure; a table's .csv says it (default $SCALE, else pocket)")
     about = "of a figure: the device it was run on, where the scale leaves it open (default cuda)"

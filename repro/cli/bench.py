@@ -10,7 +10,7 @@ COUNTS = [1, 4, 8, 16, 64, 256, 512, 1024, 2048]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What is timed, and how long."""
+    """What to time, and for how long."""
     add = parser.add_argument
     add("--out", type=Path, default=Path("build/kernels.csv"), help="CSV, rewritten after every shape")
     add("--shapes", type=common.shape, nargs="+", default=[], metavar="NxK", help="default: those of the peers")

@@ -4,7 +4,7 @@ import argparse
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Where it is computed."""
+    """The device."""
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The model, the prompt, and how it is continued."""
+    """The model, the prompt, and how to continue it."""
     add = parser.add_argument
     add("prompt", nargs="?", help="the text to continue (default: standard input)")
     add("--file", type=Path, help="a file with the prompt")

@@ -8,7 +8,7 @@ from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """This verb has no options."""
 
 
 def run(args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What is run, how widely, and for how long."""
+    """What to run, on how many workers and GPUs, and for how long."""
     common.add_scale(parser)
     parser.add_argument("targets", nargs="+", help="spear/table1, spear/figure13, or a file of jobs")
     parser.add_argument("--side-by-side", type=common.number(1), default=1, metavar="N", help="worker processes")

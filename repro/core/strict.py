@@ -46,11 +46,11 @@ class Strict(SafeConstructor):
 
 
 class Loader(Strict, yaml.SafeLoader):
-    """The same from PyYAML's own parser."""
+    """A strict loader with PyYAML's own parser."""
 
 
 class FastLoader(Strict, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """The same from the parser in C, where PyYAML has it, in a fifth of the time."""
+    """A strict loader with the parser in C, if PyYAML has it: five times as fast."""
 
 
 def load_yaml(path: Path) -> Any:

@@ -50,7 +50,7 @@ class Generated:
 
     @property
     def identifier(self) -> str:
-        """What fixes it in a record."""
+        """The hash that identifies the task in a record."""
         return short_hash(json.dumps(asdict(self), sort_keys=True))
 
 

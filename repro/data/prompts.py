@@ -127,7 +127,7 @@ def lacking(name: str) -> str:
 
 
 def identifier(name: str) -> str:
-    """What fixes the prompts of a set in a job: a hash of its rows and its template, without reading them.
+    """The hash that identifies the prompts of a set in a job, of its rows and template, without reading them.
 
     Raises:
         UserError: unknown name.

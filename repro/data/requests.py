@@ -228,7 +228,7 @@ def _add(
 
 
 def _start(tokenizer: Any) -> list[int]:
-    """What an empty prompt is, as lm-eval has it: BOS, or else the end of a text."""
+    """The ids of an empty prompt, as in lm-eval: BOS, or else the end of text."""
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise UserError("a prompt is empty, and the tokenizer has no BOS and no EOS to begin with; use another task")

@@ -40,7 +40,7 @@ class Embedded:
 
     @property
     def path(self) -> Path:
-        """Where the repository has it, packed."""
+        """The packed file in the repository."""
         return TEXTS / (f"{self.name}.{self.packing}" if self.packing else self.name)
 
 

@@ -228,6 +228,6 @@ def available(name: str) -> bool:
 
 
 def identifier(name: str) -> str:
-    """What fixes a task in a record: a hash of its entry, which has those of its files."""
+    """The hash that identifies a task in a record: of its entry, which has the hashes of its files."""
     (task,) = chosen([name])
     return task.identifier

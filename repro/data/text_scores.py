@@ -43,7 +43,7 @@ def _scorer() -> Any:
 
 
 def bleu_counts(text: str, references: Sequence[str]) -> dict[str, float]:
-    """What BLEU sums over a corpus, of one text: matching and all n-grams of each order, and both lengths.
+    """The counts of one text that BLEU sums over a corpus: matching and all n-grams of each order, and both lengths.
 
     Raises:
         UserError: the package is not installed.

@@ -52,7 +52,7 @@ def shown(count: float, enough: bool = False) -> str:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What lies where.
+    """Where each part of a model is: on the device or on the host.
 
     Attributes:
         budget: bytes that may be used on the device.

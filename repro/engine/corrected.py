@@ -35,7 +35,7 @@ class Corrected(nn.Module):
         return y
 
     def expanded(self, tokens: int, dtype: torch.dtype) -> "Corrected":
-        """The same on a dense weight where it would be dequantized."""
+        """The product on a dense weight, if its weight would be dequantized at each call."""
         return Corrected(expanded(self.product, tokens, dtype), list(zip(self.starts, self.layers)))
 
 

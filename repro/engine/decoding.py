@@ -31,7 +31,7 @@ class Sampling:
 
 
 class DecodingState:
-    """What a decode step reads and changes on the device, at fixed addresses: one entry a sequence.
+    """The tensors that a decode step reads and changes, at fixed addresses on the device; one entry per sequence.
 
     Attributes:
         ids: int64 `[T]`, each sequence's last token, not yet in the cache; -1 where the logits were not finite.

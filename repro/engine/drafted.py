@@ -21,7 +21,7 @@ TOGETHER = 64  # nodes whose logits are there at once: of 289 and 150,000 tokens
 
 
 class Verifier:
-    """What the target says after every node of a tree: one pass, and a choice for each node."""
+    """The target's choice after every node of a tree, computed in one pass."""
 
     def __init__(
         self, target: Decoder, cache: Cache, tree: Tree, sampling: Sampling, seed: int, scored: bool = False

@@ -186,7 +186,7 @@ class EagleDrafter(RankedDrafter):
 
 
 def path_of(model: str) -> Path:
-    """Where the head of a pocket model lies."""
+    """The file of a pocket model's head."""
     return HEADS / f"{Path(model).name}-eagle2.safetensors"
 
 

@@ -58,6 +58,6 @@ def write(path: Path, model: str, weights: Mapping[int, str], config: Config, di
 
 
 def _facts(weights: Mapping[int, str], config: Config) -> dict[str, Any]:
-    """What divergences are of."""
+    """The facts that identify the weights of divergences."""
     of_weights = {str(bits): name for bits, name in weights.items()}
     return {"weights": of_weights} | {name: getattr(config, name) for name in HISTOGRAM}

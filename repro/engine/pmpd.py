@@ -68,7 +68,7 @@ def rule_of(point: int) -> Rule:
 
 
 def path_of(model: str, high: int, low: int) -> Path:
-    """Where the scheduler of a pocket model between two widths lies."""
+    """The file of a pocket model's scheduler between two widths."""
     return HEADS / f"{Path(model).name}-pmpd-{high}-{low}.safetensors"
 
 

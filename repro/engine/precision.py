@@ -390,7 +390,7 @@ class SwitchingDecoding(Decoding):
 
 @dataclass(frozen=True)
 class SwitchingRecord:
-    """What became of a generation's precision; every list has an entry a sequence.
+    """A record of a generation's precision; every list has one entry per sequence.
 
     Attributes:
         logs: the switches.

@@ -93,7 +93,7 @@ def split_columns(grid: Any, name: str, columns: int, blocks: int) -> Columns | 
 
 
 def stored_bytes(rows: int, columns: int, split: bool) -> int:
-    """Of 2-bit codes with E4M3 scales, 2-bit zeros, a factor, and 16 bits a column where channels are split."""
+    """Stored bits of 2-bit codes, E4M3 scales, 2-bit zeros, a factor, and 16 bits a column if channels are split."""
     return (rows * (2 * columns + (8 + 2) * columns // GROUP) + 32 + 16 * columns * split) // 8
 
 

@@ -45,7 +45,7 @@ def gpus_for(ranks: int) -> None:
 
 
 def run(work: Callable[[dict[str, Any], torch.device], Any], given: Mapping[str, Any], ranks: int, device: str) -> Any:
-    """What `work(given, device)` returns on the first rank.
+    """The result of `work(given, device)` on the first rank.
 
     Args:
         work: a function of a module, the same on all ranks; within it `torch.distributed` has them as its default

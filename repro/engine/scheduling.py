@@ -73,7 +73,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """What an iteration computes: the next token of `decodes`, and `chunks` of prompts."""
+    """The work of an iteration: the next token of `decodes`, and `chunks` of prompts."""
 
     decodes: Sequence[Running]
     chunks: Sequence[Chunk]
@@ -105,7 +105,7 @@ class StaticBudget:
             raise UserError(f"a budget of {self.tokens} tokens; it must be 1 or more")
 
     def chunk(self, decodes: int) -> int:
-        """What the decodes leave of the budget."""
+        """The tokens of the budget that decodes leave for prompts."""
         return max(self.tokens - decodes, 0)
 
 
@@ -282,7 +282,7 @@ class WallClock:
 
 @dataclass
 class Served:
-    """What was observed of requests that were served, in the order of their numbers.
+    """The observations of served requests, in the order of their numbers.
 
     Attributes:
         first: seconds from arrival to the first token (TTFT).

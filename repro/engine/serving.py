@@ -121,7 +121,7 @@ class MixedSteps:
 
 
 class Iterations:
-    """What `scheduling.serve` calls: batches of requests by `MixedSteps`, greedily.
+    """Computes the iterations of `scheduling.serve`: batches of requests by `MixedSteps`, decoded greedily.
 
     Args:
         steps: whose cache has a row for every request that runs.

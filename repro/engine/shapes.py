@@ -206,7 +206,7 @@ def set_prefetch(engine: Core, prefetch: bool) -> None:
 
 
 def traffic_of(engine: Core) -> Traffic:
-    """What notes the copies of an engine, of which a block streams at least.
+    """A recorder of the copies of an engine of which at least one block streams.
 
     Raises:
         UserError: every block is resident.

@@ -126,7 +126,7 @@ class Drafter:
         """
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """What the draft says after tokens, `[T, V]`; their keys and values are put into the cache."""
+        """The draft's logits after tokens, `[T, V]`; keys and values of the tokens are written to the cache."""
         return self.draft.head(step(self.draft, self.cache, tokens))
 
     @torch.inference_mode()

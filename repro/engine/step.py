@@ -116,7 +116,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where all tensors are."""
+        """The device of all tensors."""
         return self.embedding.device
 
     @property
@@ -161,7 +161,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a step computes; all tensors are on the device.
+    """The tokens that a step computes; all tensors are on the device.
 
     Attributes:
         ids: int64 `[T]`.

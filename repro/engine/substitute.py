@@ -38,7 +38,7 @@ class Loaded:
         return weights.product(self.lm, names, self.device, self.dtype)
 
     def substitute(self, names: Sequence[str], draft: subspec.Config) -> nn.Module:
-        """The same product with HQQ's codes."""
+        """The product with HQQ's codes."""
         quantizer = Quantizer(bits=draft.bits, group=draft.group)
         codes = {}
         for name in names:

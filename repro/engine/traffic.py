@@ -26,7 +26,7 @@ class Copy(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What the bus did inside a span: seconds in which it copied, and bytes, a copy's in proportion to its time."""
+    """The use of the bus during a span: seconds of copying, and bytes, a copy's in proportion to its time inside."""
 
     seconds: float
     nbytes: float

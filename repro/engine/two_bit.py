@@ -143,7 +143,7 @@ class Wide(nn.Module):
     __call__ = forward
 
     def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
-        """The same on a dense weight where it would be dequantized at each call."""
+        """The product on a dense weight, if its weight would be dequantized at each call."""
         if not hasattr(self.product, "expanded"):
             return self
         return Wide(self.product.expanded(tokens, dtype), self.index)
@@ -169,7 +169,7 @@ def taken_by(attached: dict[str, Attachment], linear: nn.Linear) -> Inputs | Non
 
 
 def key_of(weight: Any) -> tuple | None:
-    """What weights have in common whose rows can be one product's; None for other formats."""
+    """The key of weights whose rows can be joined in one product; None for other formats."""
     if not isinstance(weight, GroupWeight):
         return None
     index = weight.index.cpu().numpy().tobytes() if isinstance(weight, WideWeight) else None

@@ -149,7 +149,7 @@ class Joined(nn.ModuleList):
 
     @property
     def dense(self) -> "Joined":
-        """The same without thresholds."""
+        """The product without thresholds."""
         return Joined(getattr(product, "dense", product) for product in self)
 
     def expanded(self, tokens: int, dtype: torch.dtype) -> "Joined":

@@ -127,7 +127,7 @@ def train(
 
 
 def factor(step: int, settings: EagleSettings) -> float:
-    """Of the learning rate: a linear warm-up, then a cosine to 0."""
+    """The factor on the learning rate at a step: a linear warm-up, then a cosine to 0."""
     if step < settings.warm_up:
         return (step + 1) / settings.warm_up
     done = (step - settings.warm_up) / max(settings.steps - settings.warm_up, 1)
@@ -157,7 +157,7 @@ def passes(model: nn.Module, head: eagle.EagleHead, rows: Tensor, noise: float) 
 
 @torch.no_grad()
 def card(model: nn.Module, head: eagle.EagleHead, rows: Tensor, settings: EagleSettings) -> dict:
-    """What a head was trained with, and how often its most likely token is the target's on held-out text."""
+    """The facts of a head's training, and how often its most likely token is the target's on held-out text."""
     _, logits, guessed = passes(model, head, rows.to(next(model.parameters()).device), 0.0)
     ours = model.get_output_embeddings()(guessed)
     agreement = (ours.argmax(-1) == logits.argmax(-1)).float().mean().item()

@@ -112,7 +112,7 @@ def write(out: Path, job: Job) -> dict[str, Any]:
 
 
 def _training(job: Job) -> dict[str, Any]:
-    """What a `compress` job says of its training: the steps that it applied, tokens and loss curve."""
+    """The training of a `compress` job: the steps that it applied, tokens and loss curve."""
     before = {role: need for role, need in job.needs}.get("start")
     applied = job.steps[len(before.steps) :] if before else job.steps
     series = observations.load(job.folder / observations.FILE).series

@@ -67,18 +67,18 @@ class Target:
         return tuple(step.name for step in self.recipe.steps)
 
     def under(self, text: str) -> "Target":
-        """The same under another recipe."""
+        """The same target under another recipe."""
         return Target(self.scale, self.model, text, self.seed)
 
     def inputs(self) -> dict[str, Any]:
-        """What every job on it declares."""
+        """The inputs that every job on the target declares."""
         scale = self.scale
         facts = {"model": models.fingerprint(self.model), "steps": self.recipe.config, "dtype": scale.dtype}
         facts |= {"device": scale.device} | ({"threads": self.threads} if scale.device == "cpu" else {})
         return facts
 
     def options(self) -> dict[str, Any]:
-        """How every job on it runs."""
+        """The options that every job on the target has."""
         scale = self.scale
         words = {"model": self.model, "recipe": self.recipe.name, "seed": self.seed, "device": scale.device}
         return words | {"dtype": scale.dtype, "threads": self.threads, "hub": scale.hub}

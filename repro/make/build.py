@@ -65,7 +65,7 @@ def _note_time(kind: str, name: str, seconds: float) -> None:
 
 
 def drawn_for(flow: Workflow, targets: Sequence[str]) -> list[tuple[str, str]]:
-    """What is drawn for targets, as its kind (`draw.DRAWN`) and name; what the headline table shows comes before it."""
+    """Kind (`draw.DRAWN`) and name of all that targets need drawn; tables that the headline shows come first."""
     to_draw: list[tuple[str, str]] = []
     for target in everything() if "all" in targets else targets:
         folder, _, name = target.partition("/")

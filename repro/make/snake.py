@@ -1,4 +1,4 @@
-"""What the Snakefile asks of specs and a scale, one function a directive; bad input ends it with one sentence."""
+"""The Snakefile's view of specs and a scale: a function for each directive; bad input ends with one sentence."""
 
 import functools
 import gc
@@ -89,7 +89,7 @@ class SnakemakeAdapter:
                 holder.max_checksum_file_size = max(HASHED, holder.max_checksum_file_size)
 
     def script(self, stem: str) -> str:
-        """What a rule runs, a job or the writing of a table: a script beside this file, wherever that is installed."""
+        """The script that a rule runs, for a job or for rendering; it is next to this file."""
         return str(Path(__file__).with_name(f"{stem}_script.py"))
 
     @cached_property
@@ -130,7 +130,7 @@ class SnakemakeAdapter:
 
     @plainly
     def job_inputs(self, wildcards: Any) -> list[str]:
-        """What a job reads: a local model's files, outputs of the jobs it needs, and the versions behind it.
+        """The inputs of a job: a local model's files, outputs of the jobs that it needs, and the versions behind it.
 
         The times of a model's files decide nothing: its fingerprint is part of the job's id. Of a job that is done
         (`runner.done`), by whomever, no time decides anything.
@@ -166,7 +166,7 @@ class SnakemakeAdapter:
 
     @plainly
     def drawn_inputs(self, wildcards: Any) -> list[str]:
-        """What a table or figure is made from: specs, printed cells, results, observations, the code that draws it."""
+        """The inputs of a table or figure: specs, printed cells, results, observations, and the code that draws it."""
         name = canonical(wildcards[0])
         observed = [runner.outputs(job)[-1] for job in self.jobs_of(name)]
         paths = [*self._drawing(), *filter(Path.is_file, _sources(name)), *observed]
@@ -177,7 +177,7 @@ class SnakemakeAdapter:
 
     @plainly
     def page_inputs(self, wildcards: Any) -> list[str]:
-        """What a paper's page is made from: its specs, its printed numbers and accepted results; no job."""
+        """The inputs of a paper's page: its specs, its printed numbers and accepted results; no job."""
         if wildcards.page not in tables.pages():
             raise unknown("page", wildcards.page, tables.pages())
         paths = [

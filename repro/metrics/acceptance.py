@@ -147,7 +147,7 @@ class Acceptance(Metric):
                 raise UserError(f"draft none has no option {name!r}; leave it out, or name a draft")
 
     def operands(self) -> dict[str, tuple[str | None, dict[str, Any]]]:
-        """Of several sets the cell of each, of the same recipe; none of a single one."""
+        """With several sets, the cell of each under the same recipe; empty with one."""
         if len(self.sets) == 1:
             return {}
         by_name = {}

@@ -39,7 +39,7 @@ class Accuracy(Metric):
 
     @property
     def against(self) -> str:
-        """It is read as a difference to full precision."""
+        """Accuracies are compared with full precision by their difference."""
         return "q - f"
 
 

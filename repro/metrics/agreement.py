@@ -66,12 +66,12 @@ class Agreement(Metric):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Of a correlation, an overlap, or percent."""
+        """A correlation is -1 to 1, an overlap 0 to 1, percent 0 to 100."""
         return {"rho": (-1.0, 1.0), "jaccard": (0.0, 1.0)}.get(self.show, (0.0, 100.0))
 
     @property
     def reference(self) -> bool:
-        """It compares two recipes by itself."""
+        """True: it is itself a comparison of two recipes."""
         return True
 
     @property

@@ -58,7 +58,7 @@ class Bench(External):
 
 
 def _protocol(params: Bench) -> str:
-    """What was measured; of the many sparse products without layer and sparsity."""
+    """The name of a measurement's protocol; of sparse products, without layer and sparsity."""
     name = params.name.partition("-")[0] if params.bench == "sparse" else params.name
     return f"{params.bench}/{name}"
 

@@ -45,7 +45,7 @@ class Curve(Metric):
             raise UserError(f"curve: factor is {self.factor}; it must be above 1, as a spike rises")
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-        """What is shown of the last step's curve; none where nothing was trained.
+        """The series of what is shown of the last step's curve; empty if nothing was trained.
 
         Raises:
             UserError: a curve that is not made of whole blocks.

@@ -207,7 +207,7 @@ def _ends(model: nn.Module) -> set[int]:
 
 
 def _text(row: Sequence[int], tokenizer: Any, ends: set[int]) -> str:
-    """What ids decode to, up to the first that ends a text."""
+    """The text of ids, up to the first that ends a text."""
     cut = next((end for end, token in enumerate(row) if token in ends), len(row))
     return tokenizer.decode(row[:cut], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 

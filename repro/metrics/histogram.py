@@ -102,7 +102,7 @@ class Histogram(Metric):
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-        """What is shown; no codes of full precision."""
+        """The series of what is shown; empty for codes of full precision."""
         recorded = observed["counts"].series
         name = "weights" if self.show == "values" else self.show
         if self.show == "values":
@@ -149,7 +149,7 @@ def of_weights(weights: list[Tensor], reach: float, bins: int) -> tuple[np.ndarr
 
 
 def of_codes(weights: Mapping[str, QuantizedWeight]) -> tuple[np.ndarray, np.ndarray]:
-    """What each code stands for in steps of its master, and its share of all codes, float64 `[2^bits]`.
+    """The value of each code in steps of its master, and its share of all codes, float64 `[2^bits]` each.
 
     Raises:
         UserError: layers with different widths.

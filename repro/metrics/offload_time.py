@@ -161,7 +161,7 @@ class OffloadTime(Metric):
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-        """What the value is computed from; what a run says once, such as the rate of its bus, has no spread."""
+        """The series of the value. Facts of a whole run, such as the rate of its bus, have no spread."""
         recorded = observed["times"].series
         if self.bus:
             names = ("iteration", "streamed", "block", "bus", "draft")

@@ -159,7 +159,7 @@ class Sensitivity(Metric):
 
     @property
     def reference(self) -> bool:
-        """It compares with full precision by itself."""
+        """True: it is itself a comparison with full precision."""
         return True
 
     @property
@@ -212,7 +212,7 @@ def each_alone(
 
 
 def _block_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    """What every block of a decoder gets, `[S, L, d]` each, for ids `[S, L]`."""
+    """The inputs of every block of a decoder for ids `[S, L]`, `[S, L, d]` each."""
     stack = list(blocks(model).values())
     states: list[list[Tensor]] = [[] for _ in stack]
     hooks = [
@@ -279,7 +279,7 @@ def damages(X: Tensor, of_X: tuple[float, Tensor], Y: Tensor) -> np.ndarray:
 
 
 def by_layer(series: Mapping[str, Any], name: str) -> list[Any]:
-    """What is kept of every layer, in model order: the series, or their means, whose names begin with `name`."""
+    """The series of every layer, or their means, in model order: those whose names begin with `name`."""
     return [values for key, values in series.items() if key.rpartition(" ")[0] == name]
 
 

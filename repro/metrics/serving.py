@@ -172,7 +172,7 @@ class Serving(Metric):
         observations.save(folder / observations.FILE, measured(options, torch.device("cuda")), origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-        """Its own series; of a share of late tokens how many are late and how many there are."""
+        """The series of what is shown; of a share of late tokens, the late ones and all."""
         recorded = observed["served"].series
         if self.show == "late":
             return {"late": recorded[self.column], "all": recorded[f"{self.policy} {self.percent} gaps"]}

@@ -192,7 +192,7 @@ class ShapeDecode(Metric):
 
 
 def trained_masks(options: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, shape_lists.Masks]:
-    """What the compressed model of a job keeps of its inputs on the job's text."""
+    """The masks of the inputs that a job's compressed model keeps on the job's text."""
     lm = compress.load(options, folders["weights"])
     ids, _ = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
     return shape_lists.masks_of(lm, scoring.windows(ids, options["length"], options["windows"]))

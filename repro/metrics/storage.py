@@ -1,4 +1,4 @@
-"""What a compressed model takes to store: bits per block weight, megabytes, or the share that compensation adds."""
+"""The size of a compressed model: bits per block weight, megabytes, or the share that compensation adds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -115,7 +115,7 @@ Stamps = tuple[tuple[str, int], ...]  # files of a folder, and when each was wri
 
 
 def _folder() -> tuple[Path, Stamps]:
-    """Where the measurements are, here before stored."""
+    """The folder and files of the measurements: those made here, else the stored ones."""
     for folder in (BUILT, STORED):
         files = sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*.json"))
         if any(name.startswith("step-") for name, _ in files):

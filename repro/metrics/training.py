@@ -1,4 +1,4 @@
-"""What a method was trained on and how it went: tokens that it saw, and where its loss ended."""
+"""The training of a method: tokens that it saw, and its final loss."""
 
 import math
 from collections.abc import Mapping

@@ -78,7 +78,7 @@ class WeightDivergence(Metric):
 
     @property
     def reference(self) -> bool:
-        """It compares with full precision by itself."""
+        """True: it is itself a comparison with full precision."""
         return True
 
     @property

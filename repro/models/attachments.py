@@ -34,7 +34,7 @@ class Attachment:
 
     @property
     def kind(self) -> str:
-        """What the step says it attaches; the step's own name where it says nothing."""
+        """The kind that the step's module names; otherwise the step's own name."""
         return getattr(module_of(self.step), "KIND", self.step)
 
     def build(self, linear: nn.Linear) -> nn.Linear:

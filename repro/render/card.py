@@ -181,7 +181,7 @@ def markdown(logs: dict[str, dict], facts: dict[str, dict]) -> str:
 
 
 def layout_rows(before: dict[str, dict], after: dict[str, dict]) -> list[list[str]]:
-    """What the share in WikiText's layout changed: label, target, and `before → after` for each model of `after`.
+    """The effect of the share in WikiText's layout: label, target, and `before → after` for each model of `after`.
 
     Args:
         before, after: what `measure` returns, by model.

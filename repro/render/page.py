@@ -110,7 +110,7 @@ def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
 
 
 def _notes(paper: str) -> dict[str, list[str]]:
-    """What the specs of printed tables note, such as what is trained on, with the titles of the tables that note it."""
+    """The notes of printed tables' specs, each with the titles of the tables that have it."""
     titles_by_note: dict[str, list[str]] = {}
     for number in papers.tables(paper):
         for note in tables.table(paper, number).notes:
@@ -123,7 +123,7 @@ def _link(paper: str, number: str) -> str:
 
 
 def _first(paper: str, judged: Sequence[Judged]) -> list[Judged]:
-    """What a reader should know first: measured claims, the headline's, then others of the paper's tables."""
+    """The claims at the top of a page: measured ones, the headline's first, then others of the paper's tables."""
     by_spec = {id(verdict.spec): verdict for verdict in judged}
     headline = [by_spec[id(claim)] for claim in tables.headline_claims() if id(claim) in by_spec]
     others = [verdict for verdict in judged if verdict not in headline and not verdict.spec.target]
@@ -227,7 +227,7 @@ def _verdicts(flow: Workflow, paper: str, judged: Sequence[Judged], grids: Seque
 
 
 def _own_numbers(judged: Sequence[Judged]) -> str:
-    """What arithmetic on the paper's own cells says of its claims; no verdict on the method, and without a grade."""
+    """The table of arithmetic on the paper's own cells: no verdict on the method, and without a grade."""
     rows = list(own_numbers.rows(judged))
     head = own_numbers.HEAD
     title = "Arithmetic on printed cells, each within its rounding"
@@ -309,7 +309,7 @@ def _cross_checks(paper: str, judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def _classes(flow: Workflow, paper: str) -> str:
-    """By model and cross-check, what each class of tokens adds to the difference of two recovered shares.
+    """How much each class of tokens adds to the difference of two recovered shares, by model and cross-check.
 
     The spec CLASSES has a class a row, a text a column, and two pairs of measures, damage and what of it is recovered:
     of the loss, and of KL. A share is recovered damage over damage, each summed over classes; the first text's loss is

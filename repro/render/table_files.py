@@ -212,7 +212,7 @@ def _bits(cells: dict[str, Measurement]) -> float:
 
 
 def audit(flow: Workflow) -> tuple[Sheet, str]:
-    """Where the papers and their own numbers were compared."""
+    """The table of the audit: where papers contradict their own numbers."""
     columns = ["paper", "id", "table", "cell", "printed", "recomputed", "difference"]
     rows = []
     for paper in papers.PAPERS:

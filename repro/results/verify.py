@@ -148,7 +148,7 @@ def sampled(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Mea
 
 
 def _lightest_first(by_cell: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int]:
-    """By a job's id its turn (`pool.run_all`), so that the cells whose jobs weigh least are rebuilt first."""
+    """Job id to its turn (`pool.run_all`), so that the cells with the lightest jobs are rebuilt first."""
     order = sorted(by_cell, key=lambda key: sum(map(pool.weight, by_cell[key])))
     turns: dict[str, int] = {}
     for position, key in enumerate(order):

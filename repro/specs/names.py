@@ -40,7 +40,7 @@ def split_table(name: str) -> tuple[str, str]:
 
 
 def table_spec(paper: str, number: str) -> Path:
-    """Where the spec of a table is, or would be."""
+    """The file of a table's spec, which may not exist."""
     return HOME / "tables" / f"{table_name(paper, 'table', number)}.yaml"
 
 
@@ -110,7 +110,7 @@ def split_figure(name: str) -> tuple[str, str]:
 
 
 def figure_spec(paper: str, number: str) -> Path:
-    """Where the spec of a figure is, or would be."""
+    """The file of a figure's spec, which may not exist."""
     return HOME / "figures" / f"{table_name(paper, 'figure', number)}.yaml"
 
 

@@ -113,7 +113,7 @@ class Spec:
         return tuple(filter(None, (self.selected,) if isinstance(self.selected, str) else self.selected))
 
     def measure_of(self, row: str, metric: str) -> dict[str, Any] | None:
-        """What the first of `row_measures` that matches measures for a metric in a row; None where none does."""
+        """The measure of a metric in a row by the first entry of `row_measures` that matches; None if none does."""
         for label, by_metric in self.row_measures.items():
             if metric in by_metric and bind(label, row) is not None:
                 return by_metric[metric]
@@ -406,7 +406,7 @@ LOG_PROBABILITY = ", log probability"
 
 
 def _log_probability(accuracy: Cell) -> Iterator[Cell]:
-    """What is read next to an accuracy, with the first of its seeds; nothing for other cells."""
+    """The cell of the log probability next to an accuracy, with its first seed; nothing for other cells."""
     measure = log_probabilities(accuracy.paper).get(accuracy.metric)
     if measure and accuracy.measure:
         kind, params = params_of(measure, dict(accuracy.variables), f"{accuracy.table}: {accuracy.metric}")

@@ -114,7 +114,7 @@ def plain(value: Any) -> Any:
 
 @cache
 def measures(paper: str) -> dict[str, dict[str, Any]]:
-    """What measures each printed metric of a paper: its kind and what that is asked for.
+    """The measure of each printed metric of a paper: the metric's name here and its parameters.
 
     Raises:
         UserError: a metric that the paper does not have.
@@ -130,7 +130,7 @@ def measures(paper: str) -> dict[str, dict[str, Any]]:
 
 @cache
 def log_probabilities(paper: str) -> dict[str, dict[str, Any]]:
-    """What is read next to an accuracy of a paper, by metric or by the label of a column of our own.
+    """The measure of the log probability next to an accuracy of a paper, by metric or label of a column of our own.
 
     Raises:
         UserError: the file holds anything else.

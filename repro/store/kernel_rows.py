@@ -153,7 +153,7 @@ class KernelRow(StoredRow):
 
     @property
     def origin(self) -> dict[str, str]:
-        """Where and with what it was measured."""
+        """Device, commit, environment and date of the measurement."""
         return {name: getattr(self, name) for name in ("device", "commit", "environment", "date")}
 
     @property
@@ -163,7 +163,7 @@ class KernelRow(StoredRow):
 
     @property
     def key(self) -> tuple:
-        """What makes a cell of the file."""
+        """The key of the row in its file."""
         return (self.kernel, self.provider, self.dtype, self.N or 0, self.K or 0, self.M or 0, self.mode)
 
     @property
@@ -365,7 +365,7 @@ def roofline(row: KernelRow, peaks: Mapping[str, float]) -> tuple[float, str]:
 
 
 def files() -> list[Path]:
-    """Where kernel times are read from: accepted ones, those that are missing too, then what was measured here."""
+    """The files of kernel times: accepted ones, listed files that are missing included, then those measured here."""
     accepted = [folder / STORED for folder in sorted(RESULTS.glob("*/"))]
     return [*filter(row_list.is_stored, accepted), *([BUILT] if BUILT.is_file() else [])]
 

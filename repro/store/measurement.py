@@ -93,7 +93,7 @@ class Measurement(StoredRow):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What makes a cell: its cell key in a table and the scale that measured it."""
+        """The key of the row: the cell's key in its table, and the scale."""
         return (self.paper, self.kind, self.number, self.row, self.col, self.model, self.metric, self.scale)
 
     @property
@@ -113,7 +113,7 @@ class Measurement(StoredRow):
 
     @property
     def where_stored(self) -> str:
-        """The same, and at which scale."""
+        """The cell and the scale in a message."""
         return f"{self.where} at scale {self.scale}"
 
     @property

@@ -87,7 +87,7 @@ def _git(*words: str) -> str | None:
 
 
 def _output_of_git(*words: str) -> str:
-    """What a git command on the checkout prints.
+    """The output of a git command on the checkout.
 
     Raises:
         OSError, subprocess.CalledProcessError: git is missing or fails.
@@ -108,7 +108,7 @@ def environment() -> str:
 
 
 def device_name(device: str) -> str:
-    """What a device calls itself: the GPU's name, or the processor's.
+    """The name of a device: the GPU's, or the processor's.
 
     Raises:
         UserError: there is no such device.

@@ -162,7 +162,7 @@ class OffloadBench:
         return self.engine[1]
 
     def where(self, engine: Limited) -> dict[str, Any]:
-        """What lies where, and the memory in use."""
+        """Where each part of the model is, and the memory in use."""
         facts = {
             "model": engine.name,
             "context": engine.context,

@@ -214,7 +214,7 @@ class PrecisionBench:
         return self.around(engine, layers)
 
     def from_host(self, layers: int) -> dict[str, Any]:
-        """The same with the copies on the host: also the device memory, and what was not there in time."""
+        """Switching with the copies on the host: also the device memory, and copies that came too late."""
         config = Config(order="random", interval=EVERY, layers=layers, copies="host")
         if self.on_host is None:
             self.static, self.model, self.plain = None, None, {}  # the device holds one width from here on

@@ -69,7 +69,7 @@ class BlockSettings:
 
 @dataclass(frozen=True)
 class BlockTask:
-    """What one block does in one pass.
+    """The work of one block in one pass.
 
     Attributes:
         students: the block under fake quantization, one for each stream of the pass; differentiable in the tensors.
@@ -114,7 +114,7 @@ def _order(seed: int, epoch: int, sequences: int) -> np.ndarray:
 
 
 class Batches(Protocol):
-    """What decides the sequences of a step."""
+    """The settings that decide the sequences of a step."""
 
     batch: int
     seed: int
@@ -211,7 +211,7 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
 
 
 def checkpoint_folder(model: nn.Module, ids: Tensor, module: str, *facts: object) -> Path:
-    """Where the blocks of one training are kept: named by its model, tokens, facts and the file `module`."""
+    """The folder of one training's blocks, named by a hash of model, tokens, facts and the file `module`."""
     digest = hashlib.sha256(repr((facts, ids.shape, sha256(module))).encode())
     for tensor in (ids, *model.parameters()):
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -247,7 +247,7 @@ class BlockTrainer:
 
     @property
     def tokens(self) -> int:
-        """That the model was trained on so far; a pass that trains a half of the blocks counts a half."""
+        """Tokens that the model was trained on so far; a pass that trains half of the blocks counts half."""
         return round(self.block_tokens / len(blocks(self.model)))
 
     def run(self, name: str, tasks: Callable[[nn.Module, dict, int], BlockTask], loss: Loss) -> None:

@@ -30,7 +30,7 @@ class Stream:
 
     @torch.no_grad()
     def mapped(self, forward: Forward, into: "Stream | None" = None) -> "Stream":
-        """What `forward` gives for every sequence, in a new stream or in `into`."""
+        """The outputs of `forward` for every sequence, in a new stream or in `into`."""
         if into is None:
             pinned = self.hidden.is_pinned()
             into = Stream(torch.empty_like(self.hidden, pin_memory=pinned), self.device, self.dtype)

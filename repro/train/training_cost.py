@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step of a recipe does on a text.
+    """The work of one step of a recipe on a text.
 
     Attributes:
         sequences: that it trains on.
@@ -74,7 +74,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a whole recipe takes: tokens of all its steps, the largest step's bytes, passes of sequences by blocks."""
+    """The cost of a whole recipe: tokens of all steps, bytes of the largest, and passes of sequences through blocks."""
 
     tokens: int = 0
     gpu: int = 0
@@ -159,7 +159,7 @@ def stream_bytes(config: Any, sequences: int, length: int, hidden: int) -> int:
 def estimate(
     steps: Sequence[Any], of: Shape, sequences: int, length: int, itemsize: int, device: str, quantized: bool = False
 ) -> Estimate:
-    """What the steps of a recipe take on training text.
+    """The cost of the steps of a recipe on a training text.
 
     Args:
         steps: of a parsed recipe.
@@ -246,7 +246,7 @@ def block_seconds(steps: Sequence[Any], name: str, hub: bool, device: str, dtype
 
 
 def report(cost: Estimate, seconds: float, free: int | None) -> str:
-    """What the work takes, in a few lines; `free` bytes of the GPU, if there is one."""
+    """The cost in a few lines of text; `free` are the GPU's free bytes, if there is one."""
     gpu = f"{cost.gpu / 1e9:.2f} GB" if cost.gpu else "none: it runs on the CPU (--config device=cuda: on a GPU)"
     if free is not None and cost.gpu > free:
         gpu += f", more than the {free / 1e9:.2f} GB that are free: place=host keeps hidden states in host memory"

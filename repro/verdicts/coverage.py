@@ -90,7 +90,7 @@ def coverage(flow: Workflow) -> list[Line]:
 
 
 def summary(lines: Collection[Line]) -> str:
-    """What is measured, in one sentence; the lines are those of one scale."""
+    """A sentence on how much is measured; all lines are of one scale."""
     counts = Counter((line.kind, line.status in ("fresh", "stored")) for line in lines)
     kinds = Counter(line.kind for line in lines)
     complete = " and ".join(f"{counts[kind, True]} of {kinds[kind]} {kind}s" for kind in ("table", "figure"))

@@ -36,17 +36,17 @@ class TableResults:
 
     @property
     def name(self) -> str:
-        """Such as `spear/table1`."""
+        """The name, such as `spear/table1`."""
         return table_name(self.paper, self.kind, self.number)
 
     @property
     def cells(self) -> list[Cell]:
-        """Its cells."""
+        """The cells, in the order of the spec."""
         return [measured.cell for measured in self.by_key.values()]
 
     @property
     def measurements(self) -> list[Measurement]:
-        """Their measurements."""
+        """The measurements of the cells."""
         return [measured.measurement for measured in self.by_key.values()]
 
     def marked(self, changes: Mapping[CellKey, Mapping[str, Any]]) -> "TableResults":

@@ -39,7 +39,7 @@ class QuantizedInputsAttachment(Attachment):
     """Width and group of a layer's inputs, and the index list of its columns, whose bits the weight counts."""
 
     def stored_bits(self) -> int:
-        """None: numbers are not counted, and the list is the weight's."""
+        """Zero bits: numbers are not counted, and the list of columns is counted with the weight."""
         return 0
 
 

@@ -144,7 +144,7 @@ class WideWeight(GroupWeight):
 
     @property
     def columns(self) -> Columns:
-        """Its columns; UserError where the list is none of this layer."""
+        """The columns of the weight; UserError if the list is not one of this layer."""
         if len(self.index) != self.codes.shape[1]:
             raise UserError(f"an index list of {len(self.index)} columns for {self.codes.shape[1]} columns of codes")
         return Columns.of(self.index, self.channels, self.group)
