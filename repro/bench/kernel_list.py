@@ -49,7 +49,7 @@ def load(name: str) -> ModuleType:
 
 
 def cannot_run(name: str) -> Callable[[str], str | None]:
-    """A function from a device to why a kernel cannot run there: its own `unsupported`, or a failed import; else None."""
+    """A function from a device to why a kernel cannot run there (its own `unsupported`, a failed import), or None."""
 
     def unavailable(device: str) -> str | None:
         try:
