@@ -205,47 +205,95 @@ def measure(
         raise ValueError(f"mode is {mode!r}, expected {COLD!r} or {WARM!r}")
     if len({task.name for task in tasks}) != len(tasks):
         raise ValueError(f"tasks share a name: {', '.join(task.name for task in tasks)}")
-    runs: list[GraphRun] = []
-    readers: list[GraphRun] = []
-    floors: dict[int, list[GraphRun]] = {}
+    together = _RunsTogether(failures)
+    together.prepare(tasks, backend, mode, floor)
+    together.time(rounds)
+    together.check_unchanged()
+    for run in together.runs:
+        run.state = backend.state(run.graph)
+    if joule_seconds:
+        joules_by_run = backend.joules([run.graph for run in together.runs], joule_seconds)
+        for run, joules in zip(together.runs, joules_by_run):
+            run.joule = None if joules is None else joules / run.launches
+    floors_us = together.floors_us()
+    return [run.timing(floors_us.get(run.nbytes)) for run in together.runs]
 
-    def guarded(run: GraphRun | Task, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+
+class _RunsTogether:
+    """Tasks that take turns, with the readers of their floors among them.
+
+    Attributes:
+        runs: of the tasks that have not failed.
+        readers: of the floors, by the bytes that they read.
+        failures: takes the exception of a task that fails; None raises it, as that of a reader is raised anyway.
+    """
+
+    def __init__(self, failures: dict[str, Exception] | None) -> None:
+        self.runs: list[GraphRun] = []
+        self.readers: dict[int, list[GraphRun]] = {}
+        self.failures = failures
+
+    def prepare(
+        self, tasks: Sequence[Task], backend: Cuda, mode: str, floor: Callable[[int], Sequence[Task]] | None
+    ) -> None:
+        """Capture a graph for each task, then for the readers of as many bytes."""
+        for task in tasks:
+            try:
+                self.runs.append(GraphRun(task, backend, mode))
+            except Exception as error:
+                self._note(task.name, error)
+        if floor is None:
+            return
+        for nbytes in sorted({run.nbytes for run in self.runs if run.nbytes}):
+            self.readers[nbytes] = [GraphRun(task, backend, mode) for task in floor(nbytes)]
+
+    def time(self, rounds: int) -> None:
+        """Replay all graphs in turn, `WARMUP` rounds and then those that count; the first and last ones are checked."""
+        for number in range(WARMUP + rounds):
+            check = number < CHECKED or number >= WARMUP + rounds - CHECKED
+            everyone = [*self.runs, *self._all_readers()]
+            start = number % max(1, len(everyone))  # who begins changes from round to round
+            for run in everyone[start:] + everyone[:start]:
+                us = self._round(run, number, check)
+                if us is not None and number >= WARMUP:
+                    run.samples.append(us)
+
+    def check_unchanged(self) -> None:
+        """Leave out the runs whose launches wrote to their inputs."""
+        for run in list(self.runs):
+            try:
+                run.check_unchanged()
+            except Exception as error:
+                self._leave_out(run, error)
+
+    def floors_us(self) -> dict[int, float]:
+        """Microseconds of the fastest reader, by bytes."""
+        fastest = {}
+        for nbytes, readers in self.readers.items():
+            fastest[nbytes] = min(statistics.median(reader.samples) for reader in readers)
+        return fastest
+
+    def _round(self, run: GraphRun, number: int, check: bool) -> float | None:
+        """Microseconds of a launch, or None of a task that failed."""
         try:
-            return work()
+            return run.round(number, check)
         except Exception as error:
-            if failures is None or run in readers:
+            if run in self._all_readers():
                 raise
-            failures[run.name if isinstance(run, Task) else run.task.name] = bare(error)
-            if run in runs:
-                runs.remove(run)
+            self._leave_out(run, error)
             return None
 
-    for task in tasks:
-        if run := guarded(task, functools.partial(GraphRun, task, backend, mode)):
-            runs.append(run)
-    if floor:
-        for nbytes in sorted({run.nbytes for run in runs if run.nbytes}):
-            floors[nbytes] = [GraphRun(task, backend, mode) for task in floor(nbytes)]
-    readers = list(itertools.chain.from_iterable(floors.values()))
-    for number in range(WARMUP + rounds):
-        check = number < CHECKED or number >= WARMUP + rounds - CHECKED
-        everyone = [*runs, *readers]
-        start = number % max(1, len(everyone))  # who begins changes from round to round
-        for run in everyone[start:] + everyone[:start]:
-            us = guarded(run, functools.partial(run.round, number, check))
-            if us is not None and number >= WARMUP:
-                run.samples.append(us)
-    for run in list(runs):
-        guarded(run, run.check_unchanged)
-        if run in runs:
-            run.state = backend.state(run.graph)
-    if joule_seconds:
-        for run, joules in zip(runs, backend.joules([run.graph for run in runs], joule_seconds)):
-            run.joule = None if joules is None else joules / run.launches
-    fastest = {}
-    for nbytes, runs_of_size in floors.items():
-        fastest[nbytes] = min(statistics.median(run.samples) for run in runs_of_size)
-    return [run.timing(fastest.get(run.nbytes)) for run in runs]
+    def _leave_out(self, run: GraphRun, error: Exception) -> None:
+        self._note(run.task.name, error)
+        self.runs.remove(run)
+
+    def _note(self, name: str, error: Exception) -> None:
+        if self.failures is None:
+            raise error
+        self.failures[name] = bare(error)
+
+    def _all_readers(self) -> list[GraphRun]:
+        return list(itertools.chain.from_iterable(self.readers.values()))
 
 
 # ---- what a device can do at best

@@ -78,8 +78,8 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--memory", default=MEMORY, help="budget of the shapes")
-    about = "prompts of the lossless texts, evenly of all sets; a CPU takes 10 in a minute or two"
-    parser.add_argument("--prompts", type=int, default=sum(SETS.values()), help=about)
+    help_text = "prompts of the lossless texts, evenly of all sets; a CPU takes 10 in a minute or two"
+    parser.add_argument("--prompts", type=int, default=sum(SETS.values()), help=help_text)
     args = parser.parse_args(words)
     if args.prompts < len(SETS):
         raise SystemExit(f"error: --prompts {args.prompts}: give one of each of {len(SETS)} sets at least")
@@ -136,8 +136,8 @@ class OffloadBench:
             return
         facts["wall_s"] = time.perf_counter() - began
         write_text(path, json.dumps(facts, indent=1) + "\n")
-        shown = {key: value for key, value in facts.items() if isinstance(value, int | float)}
-        print(f"{name} ({facts['wall_s']:.0f} s): {json.dumps(shown)}", flush=True)
+        numbers = {key: value for key, value in facts.items() if isinstance(value, int | float)}
+        print(f"{name} ({facts['wall_s']:.0f} s): {json.dumps(numbers)}", flush=True)
 
     def free(self) -> None:
         """Give back the memory of the last shape, and take the limit away."""
@@ -153,12 +153,13 @@ class OffloadBench:
             self.free()
             began = time.perf_counter()
             shape, context = SHAPES[name]
-            own = DRAFT if draft else None
+            config = DRAFT if draft else None
             memory = self.memory if name in BIG else LITTLE
-            made = of_shape(shape, memory, own, context, self.device, self.dtype)
-            self.engine = (name, draft), made
-            what = "with its draft" if draft else "without a draft"
-            print(f"{shape} {what}: {made.plan.resident} resident, {time.perf_counter() - began:.0f} s", flush=True)
+            engine = of_shape(shape, memory, config, context, self.device, self.dtype)
+            self.engine = (name, draft), engine
+            speculation = "with its draft" if draft else "without a draft"
+            seconds = time.perf_counter() - began
+            print(f"{shape} {speculation}: {engine.plan.resident} resident, {seconds:.0f} s", flush=True)
         return self.engine[1]
 
     def where(self, engine: Limited) -> dict[str, Any]:
@@ -189,8 +190,8 @@ class OffloadBench:
         step_s = statistics.median(seconds)
         facts = {"prefetch": prefetch, "step_s": step_s, "tokens_per_s": 1 / step_s, "seconds": seconds}
         facts["prefill_s"] = batch.prefill_s
-        each = Use(math.nan, engine.plan.streamed_bytes)  # in the mean a step copies all that streams
-        return facts | self.bus([each], statistics.mean(seconds)) | self.where(engine)
+        copied_per_step = Use(math.nan, engine.plan.streamed_bytes)  # in the mean a step copies all that streams
+        return facts | self.bus([copied_per_step], statistics.mean(seconds)) | self.where(engine)
 
     def bus(self, uses: Sequence[Use], seconds: float) -> dict[str, Any]:
         """The measured rate of the bus, and shares of spans that took so many seconds together.
@@ -206,7 +207,7 @@ class OffloadBench:
         """Seconds of iterations, with the host waiting between the phases and without."""
         engine = self.of_shape(name, draft=True)
         engine.phases = False
-        whole = timed(engine, WARM + TIMED).seconds[WARM:]
+        iteration_seconds = timed(engine, WARM + TIMED).seconds[WARM:]
         engine.phases = True
         traffic = traffic_of(engine)
         traffic.start()
@@ -219,11 +220,11 @@ class OffloadBench:
         facts = {
             "nodes": engine.draft.nodes,
             "depth": engine.draft.depth,
-            "iteration_s": statistics.median(whole),
+            "iteration_s": statistics.median(iteration_seconds),
             "draft_s": draft_s,
             "draft_pass_s": draft_s / engine.draft.depth,
             "verify_s": verify_s,
-            "seconds": whole,
+            "seconds": iteration_seconds,
             "draft_seconds": drafting,
             "verify_seconds": verifying,
         }
@@ -260,25 +261,25 @@ class OffloadBench:
         prefills = []
         iterations = []
         decoded = 0
-        counted = 0
-        for number, each in enumerate(lengths):
+        iteration_count = 0
+        for number, accepted in enumerate(lengths):
             ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()
-            batch = ReplayedDraft(engine._decoding(ids, 1 + sum(each), Sampling(), number), each)
+            batch = ReplayedDraft(engine._decoding(ids, 1 + sum(accepted), Sampling(), number), accepted)
             for _ in engine._run(batch):
                 pass
             prefills.append(batch.prefill_s)
             iterations += batch.seconds
-            counted += len(batch.lengths)
+            iteration_count += len(batch.lengths)
             decoded += sum(batch.lengths[1:])
         tokens = decoded + len(lengths)
         seconds = sum(prefills) + sum(iterations)
-        calculated = tokens / counted / iteration_s
+        calculated = tokens / iteration_count / iteration_s
         ratios = {
             "ratio": tokens / seconds / calculated,
             "decode_ratio": iteration_s * len(iterations) / sum(iterations),
         }
         facts = {"tokens_per_s": tokens / seconds, "calculated_tokens_per_s": calculated} | ratios
-        facts |= {"iteration_s": iteration_s, "prompts": len(lengths), "tokens": tokens, "iterations": counted}
+        facts |= {"iteration_s": iteration_s, "prompts": len(lengths), "tokens": tokens, "iterations": iteration_count}
         facts |= {"prompt_tokens": prompt, "lengths": lengths, "record": list(RECORD)}
         return facts | {"prefill_seconds": prefills, "seconds": iterations} | self.where(engine)
 
@@ -292,36 +293,37 @@ class OffloadBench:
         engine = self.of_shape(name, draft)
         engine.phases = False
         timed(engine, WARM)
-        new = min(LONG, engine.context - 2)
-        prompt = engine.context - 1 - new
-        batch = engine._decoding([[7] * prompt], new, Sampling(), 0)
+        new_tokens = min(LONG, engine.context - 2)
+        prompt = engine.context - 1 - new_tokens
+        batch = engine._decoding([[7] * prompt], new_tokens, Sampling(), 0)
         if draft:
-            batch = ReplayedDraft(batch, spread(new - 1, -(-(new - 1) // min(ACCEPTED, engine.draft.depth))))
+            iterations = math.ceil((new_tokens - 1) / min(ACCEPTED, engine.draft.depth))
+            batch = ReplayedDraft(batch, spread(new_tokens - 1, iterations))
         used: list[int] = []
-        for given, _ in enumerate(engine._run(batch)):
-            if given % EVERY == 0 and self.device.type == "cuda":
+        for number, _ in enumerate(engine._run(batch)):
+            if number % EVERY == 0 and self.device.type == "cuda":
                 used.append(limits.own_bytes(self.device))
-        facts = {"tokens": new, "prompt_tokens": prompt, "iterations": len(batch.seconds), "used_bytes": used}
+        facts = {"tokens": new_tokens, "prompt_tokens": prompt, "iterations": len(batch.seconds), "used_bytes": used}
         if used:
             facts |= {"within": int(max(used) <= engine.plan.budget), "growth_bytes": max(used) - used[0]}
         return facts | self.where(engine)
 
 
 class ReplayedDraft(Drafted):
-    """A generation that accepts as many nodes in each iteration as is given: the best one of a level and its ancestors.
+    """A generation whose iterations accept the given numbers of tokens: the best node of a level and its ancestors.
 
-    The target's own choices are still followed, for the host's part in an iteration.
+    The target's own choices are still computed and walked, so that the host does as much work as in a real iteration.
     """
 
     def __init__(self, batch: Drafted, lengths: Sequence[int]) -> None:
         super().__init__(batch, batch.drafter, batch.phases)
-        self.given = iter(lengths)
+        self.lengths_to_accept = iter(lengths)
 
-    def _accepted(self, said: list[int]) -> list[int]:
-        super()._accepted(said)
+    def _accepted(self, targets_choice: list[int]) -> list[int]:
+        super()._accepted(targets_choice)
         tree = self.drafter.tree
         parents = tree.parents.tolist()
-        level = next(self.given) - 1
+        level = next(self.lengths_to_accept) - 1
         path = [0] if level == 0 else [1 + tree.top_k * (level - 1)]
         while path[0]:
             path.insert(0, parents[path[0]])
@@ -393,10 +395,11 @@ def first_of_all(sets: dict[str, int], count: int) -> dict[str, int]:
 def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int]) -> dict[str, Any]:
     """Texts with a draft against those of plain decoding, token for token.
 
-    Of a disagreement is kept by how much the plain pass prefers its own token (`gap`), and how far the two passes lay
-    apart there (`moved`): the tree's pass that verified, and the pass of one token, both at this very position.
-    A gap up to that is explained by their difference, if that is rounding: the tree's pass may lie at most `FAR` times
-    as far from float32 as passes of one token do somewhere in this text. In float32 a gap below `TIE` is a tie.
+    A row of a disagreement says by how much the plain pass prefers its own token (`gap`), and by how much the logits of
+    the two passes differ at that position (`moved`): those of the tree's pass that verified, and of the pass of one
+    token. The difference of the passes explains a gap that is no larger, if it is rounding: the tree's pass may differ
+    from float32 at most `FAR` times as much as passes of one token do somewhere in this text. In float32 a gap up to
+    `TIE` is a tie.
     """
     context, draft = 1024, DRAFT
     target = Target(scales.load(name="pocket"), MODEL, "fp16")
@@ -413,22 +416,23 @@ def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int]) -> 
     )
     count = 0
     iterations = 0
-    new = 0
+    new_tokens = 0
     rows = []
-    for name, most in sets.items():
-        for prompt in prompts.load(name, most):
+    for name, count_of_set in sets.items():
+        for prompt in prompts.load(name, count_of_set):
             ids = plain._ids(prompt.text)[-(context - TOKENS) :]
-            own = next(plain.generate([ids], TOKENS)).tokens
-            got = next(ours.generate([ids], TOKENS)).tokens
+            plain_text = next(plain.generate([ids], TOKENS)).tokens
+            drafted_text = next(ours.generate([ids], TOKENS)).tokens
             count += 1
             iterations += len(ours.batch.lengths) if isinstance(ours.batch, Drafted) else 0
-            new += len(got)
-            if got != own:
-                rows.append({"set": name, "prompt": prompt.id} | disagreement(plain, ours, exact, ids, own, got))
+            new_tokens += len(drafted_text)
+            if drafted_text != plain_text:
+                row = {"set": name, "prompt": prompt.id}
+                rows.append(row | disagreement(plain, ours, exact, ids, plain_text, drafted_text))
                 print(f"{name} {prompt.id}: {rows[-1]}", flush=True)
         print(f"{name}: {count} prompts so far, {len(rows)} disagreements", flush=True)
     unexplained = sum(not explained(row, dtype) for row in rows)
-    counts = {"prompts": count, "tokens": TOKENS, "new_tokens": new, "iterations": iterations}
+    counts = {"prompts": count, "tokens": TOKENS, "new_tokens": new_tokens, "iterations": iterations}
     counts |= {"disagreements": len(rows), "unexplained": unexplained, "resident": list(resident)}
     return counts | {"model": MODEL, "dtype": str(dtype).removeprefix("torch."), "rows": rows}
 

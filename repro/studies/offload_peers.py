@@ -77,8 +77,8 @@ def main(words: Sequence[str] | None = None) -> None:
             facts = {"status": "oom", "why": " ".join(str(error).split())[:300]}
         facts |= {"device": provenance.device_name(device.type), "commit": provenance.commit()}
         write_text(path, json.dumps(facts, indent=1) + "\n")
-        shown = {key: value for key, value in facts.items() if key != "seconds"}
-        print(f"{path.stem}: {json.dumps(shown)}", flush=True)
+        printed = {key: value for key, value in facts.items() if key != "seconds"}
+        print(f"{path.stem}: {json.dumps(printed)}", flush=True)
 
 
 def measured(shape: str, memory: str, device: torch.device, assisted: bool) -> dict[str, Any]:
@@ -108,22 +108,22 @@ def generated(shape: str, memory: str, device: torch.device, assisted: bool, sha
     amount = budget.parse_bytes(memory)
     try:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        whole = random_model(shape, dtype, device)
-        small = random_model(PAIRS[shape], dtype, device) if assisted else None
+        target = random_model(shape, dtype, device)
+        assistant = random_model(PAIRS[shape], dtype, device) if assisted else None
         release()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         limit(device, amount)
-        own = 0
-        if small is not None:
-            own = sum(p.nbytes for p in small.parameters())
-            small.to(device)
-        model, placed = offloaded(whole, share * (amount - own), device)
+        assistant_bytes = 0
+        if assistant is not None:
+            assistant_bytes = sum(p.nbytes for p in assistant.parameters())
+            assistant.to(device)
+        model, placed = offloaded(target, share * (amount - assistant_bytes), device)
         passes = Passes(model)
         ids = torch.randint(model.config.vocab_size, (1, min(PROMPT, model.config.max_position_embeddings // 2)))
         options = {"max_new_tokens": 1 + WARM + TIMED, "min_new_tokens": 1 + WARM + TIMED, "do_sample": False}
         options["max_time"] = SECONDS
-        model.generate(ids.to(device), assistant_model=small, pad_token_id=0, **options)
+        model.generate(ids.to(device), assistant_model=assistant, pad_token_id=0, **options)
         seconds = passes.seconds[1 + WARM :] or passes.seconds[-1:]  # one where time ended it
         resident = sum(where != "cpu" for where in placed.values())
         facts = {"pass_s": statistics.median(seconds), "seconds": seconds, "resident_modules": resident}

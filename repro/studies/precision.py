@@ -131,8 +131,8 @@ class PrecisionBench:
             began = time.perf_counter()
             facts = self.facts | measure()
             write_text(path, json.dumps(facts, indent=1) + "\n")
-            shown = {key: value for key, value in facts.items() if isinstance(value, float)}
-            print(f"{name} ({time.perf_counter() - began:.0f} s): {json.dumps(shown)}", flush=True)
+            numbers = {key: value for key, value in facts.items() if isinstance(value, float)}
+            print(f"{name} ({time.perf_counter() - began:.0f} s): {json.dumps(numbers)}", flush=True)
         return json.loads(path.read_text())
 
     def engine(self, **how: Any) -> SwitchingCore:
@@ -249,21 +249,22 @@ class PrecisionBench:
         clocked(engine.steps, "switch", switched)
         clocked(engine.steps, "prepare", prepared)
         seconds, log = self.timed(engine, CONTEXTS[0], SWITCHED)
-        every = sorted({switch.step for switch in log})
-        near: set[int] = set()
-        for step in every:
-            near.update(range(step - 2, step + 2))
-        quiet = statistics.median(ms for step, ms in enumerate(seconds, start=1) if step not in near)
-        late = [max(seconds[step - 2 : step + 1]) - quiet for step in every[1:]]  # the first graph is made in between
+        switched_at = sorted({switch.step for switch in log})
+        steps_near_switches: set[int] = set()
+        for step in switched_at:
+            steps_near_switches.update(range(step - 2, step + 2))
+        quiet_ms = statistics.median(ms for step, ms in enumerate(seconds, start=1) if step not in steps_near_switches)
+        # The graph of the first switch is captured in between, so that it does not count.
+        late = [max(seconds[step - 2 : step + 1]) - quiet_ms for step in switched_at[1:]]
         worst = {"late ms, median": statistics.median(late), "late ms, worst": max(late)}
-        others = [ms - quiet for step, ms in enumerate(seconds, start=1) if step not in near]
+        others = [ms - quiet_ms for step, ms in enumerate(seconds, start=1) if step not in steps_near_switches]
         worst |= {"other late ms, worst": max(others), "host ms, worst": 1e3 * max(*switched, *prepared)}
         worst |= {"switch host ms, worst": 1e3 * max(switched), "prepare host ms, worst": 1e3 * max(prepared)}
         if (recorder := engine.steps.recorder) is not None:
             worst["capture ms, median"] = 1e3 * statistics.median(recorder.captured)
             worst["waited ms, worst"] = 1e3 * max(recorder.waited, default=0.0)
-        facts = {"layers": layers, "switches": len(every), "quiet ms": quiet}
-        return facts | worst | {"ms": rounded(seconds), "steps": every}
+        facts = {"layers": layers, "switches": len(switched_at), "quiet ms": quiet_ms}
+        return facts | worst | {"ms": rounded(seconds), "steps": switched_at}
 
     def timed(self, engine: SwitchingCore, prompt: int, new: int) -> tuple[list[float], list[Any]]:
         """Milliseconds of every step after a random prompt, and the log of switches; a first run warms up."""
@@ -273,7 +274,7 @@ class PrecisionBench:
             batch = engine._decoding(ids, new, Sampling(), 0)
             for _ in engine._run(batch):
                 pass
-        return [1e3 * one for one in batch.seconds], list(engine.switching.logs[0])
+        return [1e3 * seconds for seconds in batch.seconds], list(engine.switching.logs[0])
 
     def whole(self) -> dict[str, Any]:
         """A run of four layers a switch that replays a recorded log, against the sum of measured steps along it.
@@ -293,19 +294,19 @@ class PrecisionBench:
         before = self.step(high, CONTEXTS[0])["ms"]
         if self.log is None:
             _, recorded = self.timed(engine, SHORT, LONG)
-            when = [switch.step for switch in recorded]
+            steps_to_replay = [switch.step for switch in recorded]
         else:
-            when = switch_steps(self.log, WHOLE)
-        engine.rule = planned_rule(when[::WHOLE], WHOLE)
+            steps_to_replay = switch_steps(self.log, WHOLE)
+        engine.rule = planned_rule(steps_to_replay[::WHOLE], WHOLE)
         seconds, log = self.timed(engine, SHORT, LONG)
         after = self.step(high, CONTEXTS[0])["ms"]
         sizes = copies.weights_of(self.model)
         share = along.shares(log, path, sizes, len(seconds))
-        each = measured.tokens(path, share, contexts)
+        token_ms = measured.tokens(path, share, contexts)
         steps = sorted({switch.step for switch in log})
-        expected = float(each.sum()) + len(steps) * measured.lost_by(WHOLE)
+        expected = float(token_ms.sum()) + len(steps) * measured.lost_by(WHOLE)
         settled = [along.settled_ms(seconds, *pair) for pair in pairwise(steps)]
-        by_sum = [along.settled_ms(each.tolist(), *pair) for pair in pairwise(steps)]
+        by_sum = [along.settled_ms(token_ms.tolist(), *pair) for pair in pairwise(steps)]
         return {
             "measured ms": sum(seconds),
             "calculated ms": expected,

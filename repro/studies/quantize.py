@@ -39,16 +39,17 @@ def seconds(shapes: Sequence[tuple[int, int]], layout: str, device: torch.device
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     generator = torch.Generator(device).manual_seed(0)
     times = []
-    for turn in range(repeats + 1):
+    for repeat in range(repeats + 1):
         spent = 0.0
-        for rows, columns in shapes if turn else shapes[:1]:  # the first matrix warms up
+        for rows, columns in shapes if repeat else shapes[:1]:  # the first matrix warms up
             weight = 0.02 * torch.randn(rows, columns, generator=generator, device=device)
             wait()
             start = time.perf_counter()
             pack({"": weight}, layout)
             wait()
             spent += time.perf_counter() - start
-        times += [spent] if turn else []
+        if repeat:
+            times.append(spent)
     return times
 
 
@@ -58,24 +59,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="Llama-2-70B")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        shapes, blocks = block_shapes(given.model)
-        if given.device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"device {given.device}: there is no CUDA device here; give --device cpu")
-        if given.repeats < 1:
-            raise UserError(f"repeats is {given.repeats}; it must be 1 or more")
+        shapes, blocks = block_shapes(args.model)
+        if args.device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(f"device {args.device}: there is no CUDA device here; give --device cpu")
+        if args.repeats < 1:
+            raise UserError(f"repeats is {args.repeats}; it must be 1 or more")
     except UserError as error:
         print(sentence(error), file=sys.stderr)
         return 2
-    device = torch.device(given.device)
+    device = torch.device(args.device)
     torch.set_num_threads(1)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "one CPU core"
     weights = sum(rows * columns for rows, columns in shapes)
     for layout in LAYOUTS:
-        times = seconds(shapes, layout, device, given.repeats)
-        said = f"{median(times):.2f} s ({min(times):.2f} to {max(times):.2f})"
-        print(f"{given.model} q4_k {layout} on {name}: one block of {weights:,} weights {said}")
+        times = seconds(shapes, layout, device, args.repeats)
+        spread = f"{median(times):.2f} s ({min(times):.2f} to {max(times):.2f})"
+        print(f"{args.model} q4_k {layout} on {name}: one block of {weights:,} weights {spread}")
         print(f"    {blocks} blocks, extrapolated (grade D): {blocks * median(times):.0f} s")
     return 0
 

@@ -99,8 +99,8 @@ class SparseBench:
                 torch.cuda.empty_cache()
         facts["wall_s"] = time.perf_counter() - began
         write_text(path, json.dumps(facts, indent=1) + "\n")
-        shown = {key: value for key, value in facts.items() if isinstance(value, float)}
-        print(f"{name} ({facts['wall_s']:.0f} s): {json.dumps(shown)}", flush=True)
+        numbers = {key: value for key, value in facts.items() if isinstance(value, float)}
+        print(f"{name} ({facts['wall_s']:.0f} s): {json.dumps(numbers)}", flush=True)
 
     def kept(self, name: str) -> dict[str, Any]:
         """A measurement that is there.
@@ -122,13 +122,13 @@ class SparseBench:
             module = load(name)
             for case in module.CASES:
                 inputs = module.make_inputs(case, self.device)
-                want = module.reference(**inputs)
-                got = getattr(torch.ops.lowbit, name)(**inputs)
+                expected = module.reference(**inputs)
+                result = getattr(torch.ops.lowbit, name)(**inputs)
                 if name == "active_inputs":
-                    errors[name] = max(errors.get(name, 0.0), float((in_order(got) != want).sum()))
+                    errors[name] = max(errors.get(name, 0.0), float((in_order(result) != expected).sum()))
                     continue
-                off = float((got.double() - want.double()).norm() / want.double().norm())
-                errors[name] = max(errors.get(name, 0.0), off / operator_tasks.tolerance(name, want.dtype))
+                off = float((result.double() - expected.double()).norm() / expected.double().norm())
+                errors[name] = max(errors.get(name, 0.0), off / operator_tasks.tolerance(name, expected.dtype))
         wrong = [name for name, off in errors.items() if not off <= (0 if name == "active_inputs" else 1)]
         if wrong:
             raise timing.Unsound(f"wrong: {', '.join(f'{name} ({errors[name]:.3g})' for name in wrong)}")
@@ -144,11 +144,13 @@ class SparseBench:
             )
         norm = {"T": 1, "H": columns, "residual": True, "threshold": 0.67, "dtype": "bfloat16", "seed": 0}
         product = {"T": 1, "F": columns, "threshold": 3.0, "dtype": "bfloat16", "seed": 0}
-        for name, of in (("rms_norm", norm), ("silu_product", product)):
-            tasks += [operator_tasks.task(kernel, of, kernel, self.device) for kernel in (name, f"{name}_active")]
+        for name, case_of_kernel in (("rms_norm", norm), ("silu_product", product)):
+            tasks += [
+                operator_tasks.task(kernel, case_of_kernel, kernel, self.device) for kernel in (name, f"{name}_active")
+            ]
         names = ("ordered", "as they arrive", "norm", "norm with list", "product", "product with list")
         timings = timing.measure(tasks, self.backend, timing.WARM)
-        return {"K": columns} | {f"{name} us": one.us for name, one in zip(names, timings)}
+        return {"K": columns} | {f"{name} us": t.us for name, t in zip(names, timings)}
 
     def products(self, rows: int, columns: int, s: int) -> dict[str, Any]:
         """Microseconds of the products of one layer and of the reader of its listed columns."""

@@ -61,7 +61,9 @@ def by_kernel(monkeypatch):
         return compensated_gemv.reference(*given)
 
     monkeypatch.setattr(corrected, "runs_kernel", lambda device: True)
-    monkeypatch.setattr(weights, "packed_product", lambda packed, bias, dtype, order=None: weights.Packed(packed, bias, order))
+    monkeypatch.setattr(
+        weights, "packed_product", lambda packed, bias, dtype, order=None: weights.Packed(packed, bias, order)
+    )
     monkeypatch.setattr(weights.kernel, "wna16", lambda x, packed: x @ weights.packing.dequantize(packed).T)
     monkeypatch.setattr(compensated_gemv, "compensated_gemv", counted)
     return used

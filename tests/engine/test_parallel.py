@@ -113,7 +113,9 @@ def config(shape):
 def packed(monkeypatch):
     """Products are packed as on a GPU, with the references of their kernels."""
     monkeypatch.setattr(corrected, "runs_kernel", lambda device: True)
-    monkeypatch.setattr(weights, "packed_product", lambda packed, bias, dtype, order=None: weights.Packed(packed, bias, order))
+    monkeypatch.setattr(
+        weights, "packed_product", lambda packed, bias, dtype, order=None: weights.Packed(packed, bias, order)
+    )
     monkeypatch.setattr(weights.kernel, "wna16", lambda x, packed: x @ weights.packing.dequantize(packed).T)
     monkeypatch.setattr(compensated_gemv, "compensated_gemv", compensated_gemv.reference)
 

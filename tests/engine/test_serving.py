@@ -157,7 +157,9 @@ def test_compensators_are_dispatched_by_phase(compensated, monkeypatch):
     """One token by the fused kernel, more beside the product; both are the decoder's own results."""
     used, reference = [], compensated_gemv.reference
     monkeypatch.setattr(corrected, "runs_kernel", lambda device: True)
-    monkeypatch.setattr(weights, "packed_product", lambda packed, bias, dtype, order=None: weights.Packed(packed, bias, order))
+    monkeypatch.setattr(
+        weights, "packed_product", lambda packed, bias, dtype, order=None: weights.Packed(packed, bias, order)
+    )
     monkeypatch.setattr(weights.kernel, "wna16", lambda x, packed: x @ weights.packing.dequantize(packed).T)
     monkeypatch.setattr(compensated_gemv, "compensated_gemv", lambda *given: used.append(1) or reference(*given))
     model = weights.decoder(compensated, 64, CPU, torch.float32)
