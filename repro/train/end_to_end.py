@@ -111,6 +111,43 @@ def trained_tokens(ids: Tensor, settings: EndToEndSettings) -> int:
     return settings.epochs * steps_per_epoch(len(ids), settings) * settings.batch * ids.shape[1]
 
 
+class _Step:
+    """A step of the optimizer on a batch, which is computed in parts whose gradients are added up."""
+
+    def __init__(
+        self, loss: Callable[[Tensor], Tensor], trained: list[Tensor], optimizer: torch.optim.Optimizer,
+        settings: EndToEndSettings,
+    ) -> None:  # fmt: skip
+        self.loss = loss
+        self.trained = trained
+        self.optimizer = optimizer
+        self.settings = settings
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Change the tensors; returns the loss before the step, a scalar."""
+        total = torch.zeros((), device=rows.device)
+        for tensor in self.trained:
+            tensor.grad = None
+        for part_loss in self._part_losses(rows):
+            for tensor, gradient in zip(self.trained, torch.autograd.grad(part_loss, self.trained), strict=True):
+                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+            total = total + part_loss.detach()
+        if self.settings.clip:
+            nn.utils.clip_grad_norm_(self.trained, self.settings.clip)
+        self.optimizer.step()
+        return total
+
+    @torch.no_grad()
+    def loss_of(self, rows: Tensor) -> Tensor:
+        """The loss of `rows`, a scalar, without a step."""
+        return sum(self._part_losses(rows), torch.zeros((), device=rows.device))
+
+    def _part_losses(self, rows: Tensor) -> Iterator[Tensor]:
+        """Each part's share of the mean over all rows."""
+        for part in rows.split(self.settings.together or len(rows)):
+            yield self.loss(part) * (len(part) / len(rows))
+
+
 @torch.enable_grad()
 def train(
     loss: Callable[[Tensor], Tensor], tensors: Mapping[str, Tensor], ids: Tensor, settings: EndToEndSettings,
@@ -136,47 +173,28 @@ def train(
     fused = ids.is_cuda
     optimizer = graphs.adamw(trained, settings.lr, weight_decay=settings.weight_decay, fused=fused)
     steps = settings.epochs * steps_per_epoch(len(ids), settings)
-    part_loss = compiled(loss, ids.device, steps)
     path = folder / "end-to-end.safetensors"
     losses = []
     if path.is_file():
         losses = _load(path, tensors, optimizer, validation)
-
-    def parts(rows: Tensor) -> Iterator[Tensor]:
-        for part in rows.split(settings.together or len(rows)):
-            yield part_loss(part) * (len(part) / len(rows))
-
-    def step(rows: Tensor) -> Tensor:
-        total = torch.zeros((), device=rows.device)
-        for tensor in trained:
-            tensor.grad = None
-        for value in parts(rows):
-            for tensor, gradient in zip(trained, torch.autograd.grad(value, trained), strict=True):
-                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
-            total = total + value.detach()
-        if settings.clip:
-            nn.utils.clip_grad_norm_(trained, settings.clip)
-        optimizer.step()
-        return total
-
-    @torch.no_grad()
-    def scored(rows: Tensor) -> Tensor:
-        return sum(parts(rows), torch.zeros((), device=rows.device))
-
-    replayed = graphs.Replayed(step, partial(graphs.changed, optimizer))
+    step = _Step(compiled(loss, ids.device, steps), trained, optimizer, settings)
+    replayed_step = graphs.Replayed(step, partial(graphs.changed, optimizer))
+    replayed_loss = graphs.Replayed(step.loss_of, list)
     step_losses = []
-    looked = graphs.Replayed(scored, list)
     for number in tqdm(range(len(losses), steps), who, **QUIET):
+        is_last = number + 1 == steps
         graphs.set_rate(optimizer, settings.rate(number, steps))
-        step_losses.append(replayed(ids[batch_rows(number, len(ids), settings).to(ids.device)]).float().clone())
-        if validation and ((number + 1) % validation.every == 0 or number + 1 == steps):
-            validation.look(_finite(looked(validation.ids).item(), number, f"{who}: the validation loss"), tensors)
+        batch = ids[batch_rows(number, len(ids), settings).to(ids.device)]
+        step_losses.append(replayed_step(batch).float().clone())
+        if validation and (is_last or (number + 1) % validation.every == 0):
+            value = replayed_loss(validation.ids).item()
+            validation.look(_finite(value, number, f"{who}: the validation loss"), tensors)
         ended = time.perf_counter()
-        if len(step_losses) == LOOKED_AT or number + 1 == steps or ended - saved > SAVE_EVERY:
+        if is_last or len(step_losses) == LOOKED_AT or ended - saved > SAVE_EVERY:
             for value in torch.stack(step_losses).tolist():
                 losses.append(_finite(value, len(losses), f"{who}: the loss"))
             step_losses = []
-            if ended - saved > SAVE_EVERY and number + 1 < steps:
+            if ended - saved > SAVE_EVERY and not is_last:
                 _save(path, tensors, optimizer, losses, validation)
                 saved = ended
     for name, tensor in tensors.items():
