@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from repro.core.errors import UserError, unknown
 from repro.core.files import ROOT, atomic, sha256, write_text
+from repro.models import graphs
 from repro.train.corpus import cached_ids
 from repro.train.pocket_config import Architecture, PocketConfig, TrainingSettings, load_config
 
@@ -120,42 +122,24 @@ def pretrain(
     torch.set_float32_matmul_precision("high")
     model = _initial_model(config, config.models[name].layers).to(device).train()
     optimizer = _optimizer(model, training)
-    state = {"step": 0, "seconds": 0.0, "starts": 0, "losses": []}
     checkpoint = folder / "checkpoint.safetensors"
-    if checkpoint.exists():
-        state = load_checkpoint(checkpoint, model, optimizer)
-    state["starts"] += 1
-
-    def loss_of(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=ids, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-    step_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
+    state = _starting_state(checkpoint, model, optimizer)
+    step_loss = _loss_function(model, compiled)
     tokens = tokens.to(device)
-    started = time.perf_counter()
-    warm = None
-    saved = started
+    started = saved = time.perf_counter()
+    warm = None  # steps and time at the first log, before which kernels are compiled
     running = torch.zeros((), device=device)
     bar = tqdm(range(state["step"], steps), initial=state["step"], total=steps, desc=name, mininterval=10)
     step = state["step"]
     for step in bar:
-        length = length_at(step, steps, training)
-        starts = torch.from_numpy(batch_starts(step, length, len(tokens), training)).to(device)
-        window = tokens[starts[:, None] + torch.arange(length + 1, device=device)].long()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, training)
+        windows = _windows(tokens, step, steps, training)
+        graphs.set_rate(optimizer, learning_rate(step, steps, training))
         with torch.autocast(device.split(":")[0], torch.bfloat16):
-            loss = step_loss(window[:, :-1], window[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+            loss = step_loss(windows[:, :-1], windows[:, 1:])
+        _update(model, optimizer, loss, training)
         running += loss.detach()
         if (step + 1) % 50 == 0 or step + 1 == steps:
-            steps_since_log = (step + 1) % 50 or 50
-            value = float(running) / steps_since_log
-            if not math.isfinite(value):
-                raise UserError(f"{name}: the loss is {value} at step {step + 1}; lower the learning rate")
+            value = _finite(float(running) / ((step + 1) % 50 or 50), name, step)
             state["losses"].append([step + 1, round(value, 4)])
             running.zero_()
             if warm is None:
@@ -169,18 +153,15 @@ def pretrain(
                 save_checkpoint(checkpoint, model, optimizer, so_far)
                 saved = ended
     done = step + 1 >= steps
-    elapsed = time.perf_counter() - started
     state["step"] = step + 1
-    state["seconds"] += elapsed
+    state["seconds"] += time.perf_counter() - started
     count = sum(p.numel() for p in model.parameters())
     log = _settings(name, config, steps, count, device) | {"corpus_tokens": len(tokens), "done": done} | state
     if warm is not None and step + 1 > warm[0]:
-        rate = (step + 1 - warm[0]) * training.batch_tokens / (time.perf_counter() - warm[1])
-        flops = _flops_per_token(config, config.models[name].layers, count)
-        log |= {"tokens_per_s": round(rate), "mfu": round(rate * flops / (peak_tflops * 1e12), 4)}
+        tokens_per_s = (step + 1 - warm[0]) * training.batch_tokens / (time.perf_counter() - warm[1])
+        log |= _speed(tokens_per_s, _flops_per_token(config, config.models[name].layers, count), peak_tflops)
     if done:
-        model.to("cpu", torch.bfloat16).save_pretrained(folder / "model", max_shard_size="15MB")
-        checkpoint.unlink(missing_ok=True)
+        _save_model(folder / "model", model, checkpoint)
     else:
         save_checkpoint(checkpoint, model, optimizer, state)
     write_text(folder / "log.json", json.dumps(log, indent=1) + "\n")
@@ -212,6 +193,59 @@ def _optimizer(model: LlamaForCausalLM, training: TrainingSettings) -> torch.opt
     )
 
 
+def _starting_state(checkpoint: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> dict[str, Any]:
+    """The loop's state at the beginning, or from a checkpoint, which also sets the model and the optimizer."""
+    state = {"step": 0, "seconds": 0.0, "starts": 0, "losses": []}
+    if checkpoint.exists():
+        state = load_checkpoint(checkpoint, model, optimizer)
+    state["starts"] += 1
+    return state
+
+
+def _loss_function(model: LlamaForCausalLM, compiled: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A function of token ids `[B, L]` and the tokens that follow them, `[B, L]`: the mean cross entropy in nats."""
+
+    def loss_of(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    return torch.compile(loss_of, dynamic=False) if compiled else loss_of
+
+
+def _windows(tokens: torch.Tensor, step: int, steps: int, training: TrainingSettings) -> torch.Tensor:
+    """The ids of a step, int64 `[B, L + 1]`: a window's inputs and, one further, its targets."""
+    length = length_at(step, steps, training)
+    starts = torch.from_numpy(batch_starts(step, length, len(tokens), training)).to(tokens.device)
+    return tokens[starts[:, None] + torch.arange(length + 1, device=tokens.device)].long()
+
+
+def _update(
+    model: LlamaForCausalLM, optimizer: torch.optim.AdamW, loss: torch.Tensor, training: TrainingSettings
+) -> None:
+    """A step of the optimizer along the clipped gradient of a loss."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _finite(loss: float, name: str, step: int) -> float:
+    """The mean loss since the last log.
+
+    Raises:
+        UserError: it is not finite.
+    """
+    if not math.isfinite(loss):
+        raise UserError(f"{name}: the loss is {loss} at step {step + 1}; lower the learning rate")
+    return loss
+
+
+def _save_model(folder: Path, model: LlamaForCausalLM, checkpoint: Path) -> None:
+    """Write a trained model in bf16 and delete its checkpoint."""
+    model.to("cpu", torch.bfloat16).save_pretrained(folder, max_shard_size="15MB")
+    checkpoint.unlink(missing_ok=True)
+
+
 def _settings(name: str, config: PocketConfig, steps: int, count: int, device: str) -> dict[str, Any]:
     """What a log says of the settings of a run of `steps` steps of a model with `count` parameters."""
     args = config.models[name]
@@ -232,6 +266,12 @@ def _settings(name: str, config: PocketConfig, steps: int, count: int, device: s
 def _flops_per_token(config: PocketConfig, layers: int, count: int) -> int:
     """Operations of a training step per token: 6 for each parameter (a tied head counts once), and causal attention."""
     return 6 * count + 6 * layers * config.training.length * config.architecture.hidden
+
+
+def _speed(tokens_per_s: float, flops_per_token: int, peak_tflops: float) -> dict[str, float]:
+    """Tokens a second, and the share of the device's rate that they use (MFU)."""
+    mfu = tokens_per_s * flops_per_token / (peak_tflops * 1e12)
+    return {"tokens_per_s": round(tokens_per_s), "mfu": round(mfu, 4)}
 
 
 def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, state: dict) -> None:
