@@ -259,7 +259,9 @@ def compile_ahead(tasks: Sequence[Task], pool: ProcessPoolExecutor) -> None:
 def swept(
     kernel: str, points: Sequence[TuningPoint], backend: timing.Cuda, path: Path, say: Callable[[str], None] = print
 ) -> None:
-    """Sweep the points that are not done and write each winner to `path` at once; what is done is forgotten at the end.
+    """Sweep the points that are not done and write each winner to `path` at once.
+
+    These points are forgotten at the end; of a longer sweep that was cut what else is done is kept.
 
     Raises:
         UserError: `path` is not a file of configurations, or nothing in the space runs at a point.
@@ -274,7 +276,11 @@ def swept(
         merge(path, kernel, {point.key: best})
         done[point.key] = spaces[point.key]
         write_text(record, json.dumps(done, indent=0) + "\n")
-    record.unlink(missing_ok=True)
+    others = {key: space for key, space in done.items() if key not in spaces}
+    if others:
+        write_text(record, json.dumps(others, indent=0) + "\n")
+    else:
+        record.unlink(missing_ok=True)
 
 
 def pick(timings: Sequence[Timing]) -> Timing:

@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         turn_by_id = dict.fromkeys((job.id for job in target_jobs), position) | turn_by_id
         jobs += target_jobs
     jobs = distinct(jobs)
+    if not jobs:
+        print(f"no job to run for {', '.join(args.targets)}")
     if args.save is not None:
         check_replaceable(args.save, "--save", runner.is_file_of_jobs)
         write_text(args.save, json.dumps([job.to_json() for job in jobs]) + "\n")

@@ -140,6 +140,21 @@ def test_a_sweep_writes_as_it_goes_and_goes_on_where_it_was_cut(tmp_path, monkey
     assert sum(" us, " in line for line in said) == 2, "another space is swept anew"
 
 
+def test_a_layer_that_is_swept_meanwhile_leaves_what_a_cut_sweep_has_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "DONE", tmp_path / "done")
+    path, fake, said = tmp_path / "nvidia-test.json", Fake(), []
+    first, second = tunable(fake)
+    third = dataclasses.replace(second, key="64x32")
+    cut = dataclasses.replace(second, prepare=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        tune.swept("toy", [first, cut, third], fake, path, said.append)
+    tune.swept("toy", [third], fake, path, said.append)
+    said.clear()
+    tune.swept("toy", [first, second, third], fake, path, said.append)
+    assert [line.split()[1].rstrip(":") for line in said if " us, " in line] == ["48x32", "64x32"]
+    assert not any((tmp_path / "done").rglob("*.json"))
+
+
 def test_merge_keeps_what_it_did_not_sweep_and_is_one_line_a_configuration(tmp_path):
     path = tmp_path / "configs" / "nvidia-test.json"
     tune.merge(path, "toy", {"a": {"warps": 4}, "b": {"warps": 2}})

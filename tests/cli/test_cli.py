@@ -105,3 +105,11 @@ def test_every_verb_lists_its_options(capsys, verb):
     said = capsys.readouterr().out
     assert f"python -m repro {verb}" in said
     assert " ".join(cli.verbs()[verb].split()) in " ".join(said.split())
+
+
+def test_a_file_without_jobs_says_so(tmp_path, capsys):
+    """As `run --missing --save` writes where nothing is missing."""
+    path = tmp_path / "jobs.json"
+    path.write_text("[]")
+    assert main(["run", str(path)]) == 0
+    assert capsys.readouterr().out == f"no job to run for {path}\n"
