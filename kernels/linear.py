@@ -2,7 +2,7 @@
 
     y[m, n] = sum_k x[m, k] * (q[n, k] - zero[n, group(k)]) * scale[n, group(k)]
 
-    decode      `wna16_gemv.py`, few tokens: bound by the bytes of the weights
+    decode      `wna16_gemv.py`, one token, or a few where nothing else is measured: bound by the bytes of the weights
     gemm        `w4a16_gemm.py`, more tokens, from the same packed weights; where a few tokens more than its tiles hold
                 would take a wave of thread blocks of their own, they are a second launch beside the first (beside.cuh)
     dequantize  `dequantize.py` and the library's matrix product, many tokens; 2 N K bytes of temporary memory, up to

@@ -2,7 +2,8 @@
 
     y[m, n] = sum_k x[m, k] * (q[n, k] - zero[n, group(k)]) * scale[n, group(k)]
 
-x: fp16 or bf16 [M, K], M = 1 … 2048 (`linear.py` uses the decode kernel for smaller M and dequantizes for larger M).
+x: fp16 or bf16 [M, K], M = 1 … 2048 (`linear.py` uses the decode kernel for one token, or few, and dequantizes for
+larger M).
 Weights of 4 bits (2 and 8 too), groups of 32, 64, 128 columns or one per row, symmetric or not. y: [M, N] in x's type,
 summed in fp32. Bytes moved: packed weights + 2 M (K + N); operations: 2 M N K.
 
@@ -164,15 +165,26 @@ for tile, split in itertools.product(KNOWN_TILES, (1, 2)):
 for tile, split in itertools.product(UNKNOWN_TILES, (1, 2)):
     KNOWN_SPACE.append(dict(zip(CONSTANTS, (*tile, split))))
 EIGHT_TILES = [  # for up to 8 tokens, with columns that are a constant
-    (8, 1, 2, 8, 2048, 3, 1, 0), (8, 2, 1, 8, 1024, 6, 1, 0), (8, 2, 2, 8, 2048, 2, 1, 0),
-    (8, 2, 4, 4, 1024, 2, 1, 0), (8, 2, 7, 2, 512, 3, 1, 0),
+    (8, 1, 1, 8, 2048, 4, 1, 0), (8, 1, 2, 8, 1024, 6, 1, 0), (8, 1, 2, 8, 2048, 3, 1, 0),
+    (8, 1, 4, 4, 1024, 3, 1, 0), (8, 1, 5, 3, 768, 4, 1, 0), (8, 2, 1, 8, 1024, 6, 1, 0), (8, 2, 2, 4, 512, 8, 1, 0),
+    (8, 2, 2, 8, 2048, 2, 1, 0), (8, 2, 4, 4, 1024, 2, 1, 0), (8, 2, 7, 2, 256, 6, 1, 0), (8, 3, 1, 8, 1024, 5, 1, 0),
 ]  # fmt: skip
+EIGHT_UNKNOWN_TILES = [  # the same with columns that are an argument
+    (8, 1, 2, 8, 1024, 4, 1, 0), (8, 1, 5, 4, 512, 7, 1, 0), (8, 1, 6, 4, 512, 4, 1, 0),
+]  # fmt: skip
+EIGHT_SPACE = []
+for tile, split in itertools.product(EIGHT_TILES, (1, 2)):
+    EIGHT_SPACE.append(dict(zip(CONSTANTS, (*tile, split))) | {"KNOWN": 1})
+for tile, split in itertools.product(EIGHT_UNKNOWN_TILES, (1, 2)):
+    EIGHT_SPACE.append(dict(zip(CONSTANTS, (*tile, split))))
 MORE_KNOWN_TILES = [  # for 9 tokens and more
     (16, 1, 2, 8, 1024, 4, 1, 0), (16, 1, 5, 4, 512, 5, 1, 0), (16, 1, 7, 4, 1024, 2, 1, 0),
     (16, 2, 1, 8, 1024, 4, 1, 0), (16, 4, 1, 8, 1024, 3, 1, 0), (24, 2, 2, 4, 512, 4, 1, 0),
     (40, 1, 2, 4, 512, 4, 1, 0), (40, 1, 3, 4, 512, 4, 1, 0),
 ]  # fmt: skip
-SMALL_KNOWN_TILES = [(16, 1, 1, 4, 512, 2, 4, 0), (32, 1, 2, 2, 256, 5, 2, 0)]  # for few rows, with more splits
+SMALL_KNOWN_TILES = [  # for few rows, with more splits
+    (8, 1, 1, 4, 512, 8, 4, 0), (16, 1, 1, 4, 512, 2, 4, 0), (32, 1, 2, 2, 256, 5, 2, 0),
+]  # fmt: skip
 LOOP_TILES = [  # of `w4a16_wgmma.cu` with an unrolled loop, chosen from: BETWEEN_CONSTANTS without SPLIT, and SCALED
     (4, 32, 128, 6, 6, 0), (3, 32, 128, 6, 6, 0), (2, 32, 256, 4, 4, 0), (1, 32, 256, 4, 4, 0), (3, 48, 128, 5, 5, 0),
     (2, 48, 256, 3, 3, 0), (1, 48, 256, 4, 4, 0), (4, 64, 128, 3, 3, 1), (3, 64, 128, 4, 4, 1), (2, 64, 256, 3, 3, 1),
@@ -195,7 +207,7 @@ TURNS_TILES = [  # more of them, recorded alone
     (1, 112, 256, 2, 4, 1), (3, 112, 128, 3, 3, 1), (2, 128, 128, 3, 3, 1), (3, 128, 64, 3, 3, 1),
 ]  # fmt: skip
 TURNS_SPACE = []  # fastest at some shape of an H200 with columns that are a constant; recorded, not chosen from
-for tiles, splits in ((EIGHT_TILES, (1, 2)), (MORE_KNOWN_TILES, (1, 2)), (SMALL_KNOWN_TILES, (2, 4, 8))):
+for tiles, splits in ((MORE_KNOWN_TILES, (1, 2)), (SMALL_KNOWN_TILES, (2, 4, 8))):
     for tile, split in itertools.product(tiles, splits):
         TURNS_SPACE.append(dict(zip(CONSTANTS, (*tile, split))) | {"KNOWN": 1})
 for (*tile, scaled), split in itertools.product(TURNS_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
@@ -214,6 +226,7 @@ SPACES = {
     "known": KNOWN_SPACE,
     "turns": TURNS_SPACE,
     "loop": LOOP_SPACE,
+    "eight": EIGHT_SPACE,
 }
 SPACE = list(itertools.chain.from_iterable(SPACES.values()))
 
@@ -247,7 +260,7 @@ def unsupported(device: torch.device | str) -> str | None:
 TOKENS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 256)  # numbers of tokens with their own configurations
 SERVED = (16, 24, 32, 64, 80, 96, 112, 128)  # each serves all tokens above the one before it
 FILLED = (16, 24, 32, 64, 80)  # tokens of tiles of the plain space
-ESTIMATED = (16, 24, 32, 40, 48, 64, 80)  # as many as which fewer tokens are estimated
+ESTIMATED = (8, 16, 24, 32, 40, 48, 64, 80)  # as many as which fewer tokens are estimated
 
 
 def tuning_key(case: dict) -> str:
@@ -296,6 +309,7 @@ def chosen_from(tokens: int, bits: int, capability: tuple[int, int]) -> list[str
     """The names of the `SPACES` that a configuration for so many tokens is chosen from."""
     least_and_most = {
         "plain": (1, MAX_ROWS),
+        "eight": (1, 8),
         "few": (LEAST_TILE + 1, MOST_FEW),
         "known": (LEAST_TILE + 1, MOST_KNOWN),
         "middle": (MOST_FEW + 1, MOST_MIDDLE),

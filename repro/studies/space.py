@@ -69,13 +69,14 @@ def positions_tried(case: Case, space: str) -> list[int]:
     """Positions in a space of the configurations that are tried."""
     tokens, tried = case[0], []
     most_few, most_narrow = w4a16_gemm.MOST_FEW, w4a16_gemm.MOST_NARROW
-    chosen_from = {  # at which of COUNTS; the others at all, "turns" never
+    chosen_from = {  # at which of COUNTS; the others at all
         "few": tokens <= most_few,
         "middle": most_few < tokens <= most_narrow,
         "wide": tokens > most_narrow,
         "known": tokens <= most_few,
         "four": most_narrow < tokens <= 128,
         "turns": False,
+        "eight": False,  # of fewer tokens than are counted
         "loop": tokens <= w4a16_gemm.MOST_LOOP,
     }
     if not chosen_from.get(space, True):

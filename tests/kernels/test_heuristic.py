@@ -13,7 +13,7 @@ from repro.studies import space
 
 BAR = 1.10  # times the best of the space, geometric mean over the recorded places
 RECORDS = sorted((ROOT / "results").glob("*/space.json"))
-UNJUDGED = ("few", "middle", "four", "known", "turns", "loop")  # spaces that 256 tokens are not chosen from
+UNJUDGED = ("few", "middle", "four", "known", "turns", "loop", "eight")  # spaces that 256 tokens are not chosen from
 UNSEEN = (5120, 13824)  # recorded for the device, but not among what the heuristic is fitted to
 
 
@@ -58,6 +58,8 @@ def test_recorded_configurations_are_nearly_the_best_by_its_estimate():
         spaces = ["plain"]
         if 16 < m <= 32:
             spaces.append("few")
+        if m <= 8:
+            spaces.append("eight")
         if m <= 32:
             spaces.append("known")
         if 32 < m <= 48:
@@ -97,8 +99,8 @@ def test_a_shape_without_an_entry_is_estimated_for_the_tiles_that_its_tokens_mak
     monkeypatch.setattr(w4a16_gemm, "cheapest", lambda *given: given)
     monkeypatch.setattr(w4a16_gemm, "estimate", lambda *_: 0.0)
     found = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[1:5] for m in (1, 17, 256, 257, 600)]
-    assert [each[0] for each in found] == [16, 24, 256, 264, 600]
-    assert found[0] == (16, 48, 256, 4)
+    assert [each[0] for each in found] == [8, 24, 256, 264, 600]
+    assert found[0] == (8, 48, 256, 4)
 
 
 def test_between_recorded_numbers_of_tokens_their_tiles_count(monkeypatch):
@@ -121,6 +123,10 @@ def test_few_tokens_have_tiles_of_their_own(monkeypatch):
     for m, shape, key in ((17, "14336x4096", "m24"), (25, "28672x8192", "m32"), (65, "4096x14336", "m80")):
         assert w4a16_gemm.configuration(m, *map(int, shape.split("x")), 4, "cpu") == recorded[f"w4 {key} {shape}"]
     assert w4a16_gemm.configuration(17, 28672, 4096, 4, "cpu")["WR"] == 7
+    for m, shape, chosen in ((2, (6144, 4096), (3, 1, 8)), (8, (28672, 4096), (2, 7, 2))):
+        config = w4a16_gemm.configuration(m, *shape, 4, "cpu")  # the fastest of some forty on an H200, without an entry
+        assert config in w4a16_gemm.EIGHT_SPACE and chosen == tuple(config[name] for name in ("RT", "WR", "WK"))
+    assert w4a16_gemm.configuration(9, 6144, 4096, 4, "cpu") not in w4a16_gemm.EIGHT_SPACE
     assert w4a16_gemm.configuration(17, 6145, 4096, 4, "cpu") in w4a16_gemm.FEW_SPACE
     assert "WGS" in w4a16_gemm.configuration(25, 28672, 4096, 4, "cpu")
     assert w4a16_gemm.configuration(65, 28672, 4096, 4, "cpu") in w4a16_gemm.WIDE_SPACE

@@ -41,6 +41,7 @@ SOURCE_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MT RT W
     (4, 0, False, "float16", 130, 96, 200, (64, 2, 2, 2, 256, 2, 1)),
     (4, 64, False, "bfloat16", 19, 300, 576, (24, 2, 7, 2, 256, 3, 1)),
     (4, 128, False, "bfloat16", 37, 100, 1152, (40, 1, 3, 4, 512, 4, 1)),
+    (4, 128, False, "float16", 3, 100, 768, (8, 1, 6, 2, 256, 3, 2)),
 ]
 
 
@@ -50,7 +51,7 @@ def some_slow(cases, always):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(SOURCE_CASES, (1, 2, 4, 7, 8, 10)), ids=str)
+@pytest.mark.parametrize("case", some_slow(SOURCE_CASES, (1, 2, 4, 7, 8, 10, 11)), ids=str)
 def test_source_on_the_cpu(case, monkeypatch):
     """The .cu file itself: staged copies and their waits, swizzle, fragments, folds, ragged ends, clusters."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
@@ -70,11 +71,12 @@ KNOWN_CASES = [  # the same, rows and columns in whole tiles
     (4, 32, True, "float16", 19, 96, 1024, (24, 3, 1, 8, 512, 3, 1)),
     (2, 64, False, "float16", 70, 64, 1024, (16, 1, 2, 2, 256, 4, 1)),
     (8, 0, False, "bfloat16", 30, 112, 512, (16, 1, 7, 2, 256, 4, 2)),
+    (4, 128, False, "bfloat16", 5, 96, 1024, (8, 3, 1, 4, 512, 3, 1)),
 ]
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(KNOWN_CASES, (0, 1)), ids=str)
+@pytest.mark.parametrize("case", some_slow(KNOWN_CASES, (0, 1, 4)), ids=str)
 def test_source_with_known_columns_on_the_cpu(case, monkeypatch):
     """The same sums to the last bit, and only where a weight ends with a tile."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
