@@ -355,7 +355,7 @@ def tensor_map(driver: Any, describe: Describe, form: Any, matrix: Tensor) -> Te
 
 
 def last_bytes(made: object, count: int) -> bytes:
-    """The last bytes of an object of a type in C, all objects of which are equally large."""
+    """The last `count` bytes of an object whose type is written in C and has objects of one size."""
     return ctypes.string_at(id(made) + type(made).__basicsize__ - count, count)
 
 

@@ -87,7 +87,7 @@ def heuristic(columns: int) -> dict:
 
 
 def shares(config: dict, supers: int) -> int:
-    """Super-blocks of a row that a warp has, of which the last may be there twice."""
+    """Super-blocks of a row per warp, rounded up to whole batches of loads, so the last one may be loaded twice."""
     mean = -(-supers // config["warps"])
     return -(-mean // config["ahead"]) * config["ahead"] if config["ahead"] < mean else mean
 

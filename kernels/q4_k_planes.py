@@ -1,7 +1,7 @@
 """Q4_K in two planes, in rows and in zigzag: the weight format of the 4.5-bit kernels here (SpQt, section 4.1).
 
 A super-block is 256 weights, ggml's 144 bytes (`methods/spqt/q4_k.py`): a header of 16 and 128 bytes of codes. Stored
-one behind the other they straddle what memory delivers, so the codes lie in one plane, an aligned line of 128 bytes a
+one after the other they straddle what memory delivers, so the codes lie in one plane, an aligned line of 128 bytes a
 super-block, and the headers in another:
 
     w = d · scale · q - dmin · minimum        header: d 2 | dmin 2 | scales and minima of 8 blocks of 32 weights 12

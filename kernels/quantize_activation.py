@@ -142,7 +142,7 @@ class Workspace:
     Attributes:
         scales: float32 [M].
         counters: int32 [count], which the quantizer sets to 0.
-        sums: int32 of the kernel behind it.
+        sums: int32 of the kernel after it.
     """
 
     scales: int

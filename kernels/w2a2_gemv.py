@@ -310,7 +310,7 @@ def launch(
 
     Args:
         x: [M, K'].
-        units, factors, index: as of the operator; of several layers one behind the other.
+        units, factors, index: as of the operator; of several layers one after the other.
         config: the tuned one where none is given.
         layers: outputs of each layer of x that reads columns of its own, at most three of as many columns; multiples
             of 8 except the last.

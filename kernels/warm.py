@@ -1,4 +1,4 @@
-"""Compile and load the kernels behind products before their first call is in a CUDA graph capture."""
+"""Compile and load the kernels of products before their first call is in a CUDA graph capture."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -59,7 +59,7 @@ CASES = [  # layers of Llama 3.2 1B, Llama 3.1 8B and 70B, Llama 2 7B and 13B; r
     {"rows": 40, "columns": 1056, "bits": 4, "group": 32, "symmetric": False, "m": 1, "seed": 10},
 ]
 
-TAIL = {  # of a second launch: it has few SMs or, behind the first, all of them at once
+TAIL = {  # of a second launch: it has few SMs or, after the first, all of them at once
     **{"warps": 8, "tiles": 2, "chunk": 128},
     **{"stages": 2, "splits": 1, "blocks": 2},
 }
@@ -260,7 +260,7 @@ def prepare(
 
 
 def tail(x: Tensor, before: int, bits: int, group: int, rows: int, columns: int, symmetric: bool) -> Step:
-    """The launch, beside the one before it, for the tokens of x behind some, with x, codes, scale_zero and y.
+    """The launch for the tokens of x from `before` on, which may overlap the first; takes x, codes, scale_zero, y.
 
     Rows of x are aligned to 16 bytes.
     """

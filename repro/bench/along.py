@@ -111,7 +111,7 @@ def lost(ms: Sequence[float], steps: Sequence[int]) -> list[float]:
     """Milliseconds that each switch but the first and the last loses: what tokens take beyond the settled ones.
 
     Settled are the last third of the tokens before the next switch, when the next graph is there. The first switch is
-    left out, whose graph is the first one ever captured; behind the last one there is no next.
+    left out, whose graph is the first one ever captured; after the last one there is no next.
 
     Args:
         ms: of steps 1, 2, …

@@ -233,7 +233,7 @@ def _first_launches(label: str, n: int, k: int, counts: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """One call of `bench`: who is measured, how, and the facts that every row carries."""
+    """One call of `bench`: the providers that are measured, how, and the facts in every row."""
 
     device: Device
     chosen: Mapping[str, peers.Provider]

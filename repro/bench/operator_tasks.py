@@ -150,7 +150,7 @@ def tolerance(name: str, dtype: torch.dtype) -> float:
 
 
 def task(name: str, case: dict[str, Any], provider: str, device: str = "cuda") -> Task:
-    """The task of an operator on a case, by itself (its own name) or by one of its peers.
+    """The task of an operator on a case, run by the kernel itself (its own name) or by one of its peers.
 
     Raises:
         ValueError: the provider cannot compute the case.

@@ -1,4 +1,4 @@
-"""Our kernels and their peers for the product of a layer with activations, behind one interface.
+"""Our kernels and their peers for the product of a layer with activations, with one interface.
 
 A provider takes a `Layer` (a random weight and its codes) and gives the `Task` that the timer times: its own
 inputs, its launch, and the float32 result of the weights that it really holds. Every provider is optional:
@@ -23,7 +23,7 @@ from repro.bench.task import Layer, Task
 from repro.core.files import ROOT
 from repro.kernels.launch_config import device_slug
 
-GEMLITE = "0.6.0.post2"  # the release behind the stored rows
+GEMLITE = "0.6.0.post2"  # the release that the stored rows measured
 LIBRARY = "torch.matmul"  # the library kernel that every run has: rescaled times and regression checks stand on it
 LIBRARY_LABEL = f"bf16/bf16/{LIBRARY}"
 

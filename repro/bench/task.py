@@ -182,7 +182,7 @@ def tensors(value: Any) -> list[Tensor]:  # noqa: ANN401
 
 
 def copies_in_a_row(value: Any, count: int) -> list[Any]:  # noqa: ANN401
-    """Copies of a value whose tensors lie one behind the other in one allocation, as the layers of a model do.
+    """Copies of a value whose tensors lie one after the other in one allocation, as the layers of a model do.
 
     Where else they would lie depends on what a process did before, and that alone has moved times by 6 %.
     """

@@ -97,7 +97,7 @@ class GraphRun:
             raise RuntimeError(f"{self.task.name}: cannot be captured: {first}") from None
 
     def _turns(self, seconds: float) -> int:
-        """How often a graph goes through the copies, of which once takes so long, to last long enough."""
+        """How many times a graph goes through the copies to last long enough; once takes `seconds`."""
         most = math.ceil(self.backend.most / self.copies)
         return min(most, math.ceil(self.backend.enough / seconds)) if seconds > 0 else most
 

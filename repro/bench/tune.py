@@ -229,7 +229,7 @@ def sweep(
 
 
 def contest(tasks: Mapping[str, Task], backend: timing.Cuda, failures: dict[str, Exception]) -> list[Timing]:
-    """Timings of the fastest tasks by name, in their order; who fails is named in `failures`."""
+    """Timings of the fastest tasks, in the order of `tasks`; `failures` takes exceptions by the name of a task."""
 
     def measured(names: Sequence[str], rounds: int) -> list[Timing]:
         timings = []

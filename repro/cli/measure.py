@@ -105,7 +105,7 @@ def _ends(interval: Any) -> str:
 
 
 def _observed_on(quantity: Any, n: int) -> list[str]:
-    """The texts and tasks behind a value, with how many windows or items."""
+    """The texts and tasks that a value was measured on, with the number of windows or items."""
     series = []
     for seed in quantity.seeds:
         series += [observed for observed in seed.values() if observed.group]

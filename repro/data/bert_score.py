@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # of the weights
 LAYER = 5
 FRAME = 1  # token at each end that the encoder adds
-DIGITS = 4  # of a score times 100; those behind them differ from processor to processor
+DIGITS = 4  # of a score times 100; those after them differ from processor to processor
 
 
 def lacking() -> str:

@@ -4,7 +4,7 @@ Prompts are lm-eval's own, from its shipped task files on this project's records
 those of tasks with given answers; GSM8K's five examples are drawn by lm-eval's own sampler with its default seed.
 
 An answer to GSM8K is right if its number is that of the solution: lm-eval's filter `strict-match` takes the first
-number behind `####`, and `exact_match` compares without case, commas, dollar signs, what is before `####`, and a full
+number after `####`, and `exact_match` compares without case, commas, dollar signs, what is before `####`, and a full
 stop at the end (lm_eval/tasks/gsm8k/gsm8k.yaml, lm_eval/api/metrics.py). An answer to IFEval is right if it follows all
 of its instructions, by lm-eval's own checkers (lm_eval/tasks/ifeval), at the prompt level, strictly. The paper names
 neither.
@@ -215,7 +215,7 @@ def _digest(arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> str:
 
 
 def number(text: str) -> str:
-    """The first number behind `####`, as it stands there; `[invalid]` without one."""
+    """The first number after `####`, as it stands there; `[invalid]` without one."""
     match = NUMBER.search(text)
     return match[1].strip() if match else "[invalid]"
 

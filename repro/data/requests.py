@@ -40,7 +40,7 @@ CHUNK = 512  # requests that are tokenized at a time
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """A task's requests; ids of several texts lie one after the other, `*_size` says how many each has. All int32.
+    """A task's requests: ids of all texts in one row, with the length of each in `*_size`. All int32.
 
     Attributes:
         meta: `task`, `shipped` (lm-eval's name), `metric`, `version` (of the task), `harness` (lm-eval's version),

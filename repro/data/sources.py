@@ -1,4 +1,4 @@
-"""Data files behind texts and tasks: looked up in this repository, then in the folder that REPRO_DATA names.
+"""The data files of texts and tasks: looked up in this repository, then in the folder that REPRO_DATA names.
 
 A file is known by its path in that folder, such as `zeroshot/boolq.jsonl`. What the repository carries is listed, with
 source, licence and hash, in `repro/data/texts/manifest.yaml`. Which copy is read decides nothing: both are the same

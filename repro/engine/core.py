@@ -161,7 +161,7 @@ class Core:
         return self.steps.cache
 
     def tree(self, row: int, length: int, ids: Tensor, parents: Sequence[int]) -> Tensor:
-        """Logits `[T, V]` of the nodes of a tree (`tree_of`) behind `length` slots of a row; then `cache.gather`."""
+        """Logits `[T, V]` of the nodes of a tree (`tree_of`) after `length` slots of a row; then `cache.gather`."""
         if len(parents) != len(ids) or not all(-1 <= parent < node for node, parent in enumerate(parents)):
             raise UserError(f"parents {shortened(parents)} of {len(ids)} nodes: one for each, an earlier node or -1")
         if not (0 <= row < len(self.cache.lengths) and 0 <= length <= self.context - len(ids)):

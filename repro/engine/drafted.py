@@ -48,7 +48,7 @@ class Verifier:
 
     @torch.inference_mode()
     def logits(self, node: int) -> Tensor:
-        """`[V]`: what the last pass said after a node, computed as it was then, with the nodes next to it."""
+        """`[V]`: the last pass's logits after a node, computed in the same batch of nodes as in that pass."""
         part = self.hidden.split(TOGETHER)[node // TOGETHER]
         return self.target.head(part)[node % TOGETHER]
 
@@ -117,7 +117,7 @@ class Drafted(Decoding):
         self.running.discard(sequence)
 
     def _iterate(self, verify: Verifier, root: int, length: int) -> list[tuple[int, float]]:
-        """Tokens and log probabilities that one iteration gives behind `length` tokens of the cache and the root."""
+        """Tokens and log probabilities that one iteration gives after `length` tokens of the cache and the root."""
         began = time.perf_counter()
         tree, cache = self.drafter.tree, verify.cache
         tree.plant(root, length)

@@ -5,7 +5,7 @@
     whole     SubSpec's draft with a substitute of every block, in the target's cache, as without offloading (Figure 2b)
     specexec  the same model and SpecExec's tree, the most probable nodes first, up to a budget
 
-A draft's cache follows the text: after every iteration the accepted nodes move behind the tokens before them.
+A draft's cache follows the text: after every iteration the accepted nodes move to the slots right after it.
 """
 
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ class Small:
 
     @property
     def room(self) -> int:
-        """Slots that the target's cache needs behind the text."""
+        """Slots that the target's cache needs after the text."""
         return self.nodes
 
     @property
     def slots(self) -> int:
-        """Slots that the draft's cache needs behind the text."""
+        """Slots that the draft's cache needs after the text."""
         return self.nodes
 
     @property
@@ -106,7 +106,7 @@ class SpecExec:
 
     @property
     def room(self) -> int:
-        """Slots that the target's cache needs behind the text."""
+        """Slots that the target's cache needs after the text."""
         return self.nodes
 
     @property
@@ -116,7 +116,7 @@ class SpecExec:
 
     @property
     def slots(self) -> int:
-        """Slots that the draft's cache needs behind the text: of every node that can be expanded."""
+        """Slots that the draft's cache needs after the text: of every node that can be expanded."""
         return self.rounds * self.batch + 1
 
     @property
@@ -137,7 +137,7 @@ class OwnDrafter(Drafter):
 
     @torch.inference_mode()
     def keep(self, length: int, path: list[int], hidden: Tensor | None = None) -> None:
-        """Keep the accepted nodes behind `length` tokens; the last one may never have been computed: it is now."""
+        """Keep the accepted nodes after `length` tokens; the last one may never have been computed: it is now."""
         slots = self.slots_of(path)
         computed = int((slots >= 0).sum())
         self.cache.gather(0, length, length + torch.from_numpy(slots[:computed]).to(self.draft.device))
@@ -146,7 +146,7 @@ class OwnDrafter(Drafter):
             step(self.draft, self.cache, run_of(missing, 0, length + computed))
 
     def slots_of(self, path: list[int]) -> np.ndarray:
-        """Slots of nodes behind the text in the draft's cache, -1 of leaves of the last level."""
+        """Slots of nodes after the text in the draft's cache, -1 of leaves of the last level."""
         nodes = np.array(path, dtype=np.int64)
         last_level = 1 + self.tree.top_k * (self.tree.depth - 1)
         return np.where(nodes < last_level, nodes, -1)
@@ -168,7 +168,7 @@ class RankedDrafter(OwnDrafter):
         """Nothing is captured."""
 
     def slots_of(self, path: list[int]) -> np.ndarray:
-        """Slots of nodes behind the text in the draft's cache, -1 where they were not expanded."""
+        """Slots of nodes after the text in the draft's cache, -1 where they were not expanded."""
         return self.tree.slots[path]
 
 

@@ -3,7 +3,7 @@
 The head reads a token's embedding next to the target's last hidden state before it, and gives the hidden state of that
 token, which the target's own head turns into logits. In a tree the state before is the head's own guess; once a token
 is accepted, its entry in the head's cache is computed again with the target's state. The tree is that of `ranked.py`:
-six levels of ten nodes, ranked again to the best 59 behind the root.
+six levels of ten nodes, ranked again to the best 59 after the root.
 
 A head is trained by `python -m repro.generation.train_eagle`.
 """
@@ -54,7 +54,7 @@ class Eagle2:
 
     @property
     def room(self) -> int:
-        """Slots behind the text: of the tree, and of the nodes that are expanded, in tables that both models share."""
+        """Slots after the text: of the tree, and of the nodes that are expanded, in tables that both models share."""
         return max(self.size, 1 + self.top_k * (self.depth - 1))
 
     @property

@@ -2,7 +2,7 @@
 
 Each product of a block (`qkv`, `out`, `gate_up`, `down`) has a lane: the weights of all streamed blocks on the host and
 one buffer on the device. As soon as a weight was used, the lane starts to copy that of the next streamed block into the
-same buffer, on a stream of its own; behind the last block comes the first again, for the pass that follows. So the bus
+same buffer, on a stream of its own; after the last block comes the first again, for the pass that follows. So the bus
 is busy while other products, resident blocks and draft passes compute (SubSpec, section 4.3).
 Without prefetching, a product waits for the copy of its own weight (the baseline of the paper's own code).
 

@@ -22,7 +22,7 @@ class TextPiece(str):
     """A piece of generated text, or all of it.
 
     Attributes:
-        tokens: ids behind it; of a whole text up to the one that ended it.
+        tokens: ids after it; of a whole text up to the one that ended it.
         logprobs: natural log probabilities of these tokens under the model, without temperature; None unless asked for.
         ended: why the text ends here: `eos`, `stop`, `length`, or empty where it goes on.
     """

@@ -55,7 +55,7 @@ def chosen(scheduler: Scheduler, model: Decoder, prompts: Sequence[Sequence[int]
 
 
 def rule_of(point: int) -> Rule:
-    """All layers go to their next width behind `point` tokens; the rule is asked after the prefill (`window=0`)."""
+    """All layers go to their next width after `point` tokens; the rule is asked after the prefill (`window=0`)."""
 
     def rule(pple: float, step: int, state: SwitchingState) -> list[str]:
         begins = step + BEHIND if step else 1

@@ -39,7 +39,7 @@ def spans(lengths: Sequence[int], first: int) -> list[Span]:
 
 
 def packed(prompts: Sequence[Sequence[int]], first: int, device: torch.device) -> Tokens:
-    """Tokens `[T]` of all prompts, one behind the other, each in a row of its own from `first` on."""
+    """Tokens `[T]` of all prompts, one after the other, each in a row of its own from `first` on."""
     ids, rows, slots = [], [], []
     for row, prompt in enumerate(prompts, start=first):
         ids.append(torch.as_tensor(prompt, dtype=torch.int64))

@@ -63,7 +63,7 @@ class Q4K(nn.Module):
         return self._finished(q4_k_naive_sparse(x, self.codes, self.headers, active_inputs(x, threshold)))
 
     def listed(self, x: Tensor, active: Tensor) -> Tensor:
-        """y of one token of which the listed inputs count, in zigzag."""
+        """y of one token, computed from the listed inputs alone, in the zigzag layout."""
         return self._finished(zigzag_sparse(x, self.codes, self.headers, self.end, active))
 
     def takes_thresholds(self, x: Tensor) -> bool:
@@ -89,7 +89,7 @@ class Q4K(nn.Module):
 
 
 def product_of(weights: Sequence[Q4KWeight], bias: Tensor | None, device: torch.device) -> Q4K | None:
-    """The product of layers that share their input; None where their rows do not lie one behind the other in planes."""
+    """The product of layers that share their input; None where their rows do not lie one after the other in planes."""
     in_rows = weights[0].layout == "row"
     if in_rows:
         rows = torch.cat([weight.blocks for weight in weights])

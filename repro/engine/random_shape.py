@@ -107,8 +107,8 @@ def compensated_layers(names: list[str], ecs: spear.Config) -> set[str]:
 def shape_recipe(recipe: Recipe) -> tuple[Any, float, spear.Config | None]:
     """The configs of a shape's weight quantizer, None for none, and of SPEAR; between them the sparsity of its inputs.
 
-    UserError for a recipe that is not one uniform quantizer, with SPEAR behind it or not, Q4_K with SpQt's sparsity
-    behind it or not, or Bit-by-Bit's 2 bits in groups of 32 with inputs of 2 or of 16 bits. Of SPEAR's compensators
+    UserError for a recipe that is not one uniform quantizer, with SPEAR after it or not, Q4_K with SpQt's sparsity
+    after it or not, or Bit-by-Bit's 2 bits in groups of 32 with inputs of 2 or of 16 bits. Of SPEAR's compensators
     places and rank have to be said, since random weights have no damage to choose them by.
     """
     configs = [step.config for step in recipe.steps]

@@ -126,7 +126,7 @@ class RankedTree:
         self._root, self._start = 0, 0
 
     def plant(self, root: int, start: int) -> None:
-        """Begin a tree behind `start` tokens with the token `root`."""
+        """Begin a tree after `start` tokens with the token `root`."""
         self._root, self._start = root, start
 
     def grow(self, evaluate: Evaluate) -> Proposals:

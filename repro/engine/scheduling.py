@@ -212,7 +212,7 @@ class Scheduler:
         self.free = list(range(rows - 1, -1, -1))
 
     def add(self, request: Request) -> None:
-        """Put a request behind those that wait."""
+        """Put a request after those that wait."""
         self.waiting.append(request)
 
     def next(self) -> Batch | None:

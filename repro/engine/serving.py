@@ -91,7 +91,7 @@ class MixedSteps:
         return next(size for size in self.sizes if size >= count)
 
     def _padding(self, count: int, size: int) -> None:
-        """Tokens behind the first `count` write nothing."""
+        """Tokens after the first `count` write nothing."""
         most = self.sizes[-1]
         self.host[count:size] = 0
         self.host[most + count : most + size] = -1
@@ -258,7 +258,7 @@ def measured_iterations(
     """Milliseconds of iterations by number of tokens, as a host waits for them, its own work included.
 
     Args:
-        decodes: at most so many of the tokens are decoded, each behind `context` others; the rest are one prompt's.
+        decodes: at most so many of the tokens are decoded, each after `context` others; the rest are one prompt's.
     """
     milliseconds = {}
     for size in sizes:

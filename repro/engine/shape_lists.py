@@ -82,7 +82,7 @@ def masks_of(lm: LowBitModel, windows: Tensor) -> dict[str, Masks]:
 
 
 def listed_alike(model: Decoder, masks: Mapping[str, Masks]) -> Decoder:
-    """A shape with thresholds, every product of which reads a list made of masks."""
+    """A shape with thresholds whose products all read lists of active inputs that come from recorded masks."""
     generator = torch.Generator().manual_seed(0)
     lists = []
     for number, block in enumerate(model.blocks):

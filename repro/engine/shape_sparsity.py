@@ -28,7 +28,7 @@ class Observed(nn.Module):
         return self.product(x)
 
     def threshold(self, sparsity: float) -> float:
-        """The magnitude up to which a share of the inputs lies."""
+        """The magnitude that a share of the inputs does not exceed."""
         ordered = torch.cat(self.seen).sort().values
         return ordered[round(sparsity * (len(ordered) - 1))].item()
 

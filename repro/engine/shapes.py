@@ -113,7 +113,7 @@ def offloaded(
     dtype: torch.dtype,
     grid: subspec.Config | None = None,
 ) -> tuple[Decoder, Decoder | None, budget.MemoryPlan]:
-    """A shape under a budget of `amount` bytes, which is enforced on a GPU: target, draft, and what lies where.
+    """A shape under a budget of `amount` bytes, which is enforced on a GPU: target, draft, and the memory plan.
 
     `grid` is that of a target in 8 bits; None is one in `dtype`.
 
@@ -146,7 +146,7 @@ def with_own_draft(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Decoder, Decoder | FittedHead, budget.MemoryPlan]:
-    """A shape under a budget beside a draft of its own, which lies on the device as a whole.
+    """A shape under a budget with a draft of its own, all of which is on the device.
 
     Args:
         small: configuration of the small model, which gets the target's vocabulary; None for EAGLE-2, whose head is a
@@ -206,7 +206,7 @@ def set_prefetch(engine: Core, prefetch: bool) -> None:
 
 
 def traffic_of(engine: Core) -> Traffic:
-    """A recorder of the copies of an engine of which at least one block streams.
+    """A recorder of the copies of an engine with at least one streamed block.
 
     Raises:
         UserError: every block is resident.
@@ -218,7 +218,7 @@ def traffic_of(engine: Core) -> Traffic:
 
 
 def generation(engine: Core, new: int) -> Any:
-    """A generation of so many iterations behind a random prompt that fills most of the context, not yet begun."""
+    """A generation of so many iterations after a random prompt that fills most of the context, not yet begun."""
     prompt = min(engine.context - new - 2, 900)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()

@@ -20,7 +20,7 @@ Logits = Callable[[Tokens], Tensor]  # from tokens to float `[T, V]`
 
 
 class Tree:
-    """A draft tree of `depth` levels of `top_k` nodes behind its root, node 0, the last token that was decided.
+    """A draft tree of `depth` levels of `top_k` nodes after its root, node 0, the last token that was decided.
 
     Node n lies in slot `start + n` of row 0 of the cache.
 
@@ -45,7 +45,7 @@ class Tree:
         self._siblings = torch.arange(top_k, device=device)
 
     def plant(self, root: int, start: int) -> None:
-        """Begin a tree behind `start` tokens with the token `root`."""
+        """Begin a tree after `start` tokens with the token `root`."""
         self.ids[0] = root
         self.start.fill_(start)
         self.level.zero_()
@@ -120,7 +120,7 @@ class Drafter:
         """
 
     def keep(self, length: int, path: list[int], hidden: Tensor) -> None:
-        """Nodes were accepted behind `length` tokens; the target has written their keys and values.
+        """Nodes were accepted after `length` tokens; the target has written their keys and values.
 
         `hidden` `[N, H]` are the target's last states of all nodes of the tree.
         """

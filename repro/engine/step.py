@@ -152,7 +152,7 @@ class Cache:
         return 2 * self.keys[:, 0, :, 0].nbytes
 
     def gather(self, row: int, length: int, slots: Tensor) -> None:
-        """Move `slots` (int64, in order) of a row behind its first `length` slots and drop all others."""
+        """Move `slots` (int64, in order) of a row after its first `length` slots and drop all others."""
         end = length + len(slots)
         for cache in (self.keys, self.values):
             cache[:, row, :, length:end] = cache[:, row].index_select(2, slots)

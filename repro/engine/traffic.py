@@ -1,7 +1,7 @@
 """Bus traffic: when copies ran and how many bytes they moved, and when passes ran.
 
 A pass does not copy its own streamed bytes alone: the first block of a verification came while the draft computed, and
-behind its last block the first one comes again for the next pass. So a share is that of the copies which really lay
+after its last block the first one comes again for the next pass. So a share is that of the copies which really lay
 inside a span of time; no copy overlaps another, and the share of time is at most 1.
 """
 
@@ -33,7 +33,7 @@ class Use(NamedTuple):
 
 
 def used(copies: Sequence[Copy], begin: float, end: float) -> Use:
-    """The part of some copies, which do not overlap, that lies between two times."""
+    """Seconds and bytes of copies, which do not overlap, between two times."""
     seconds, nbytes = 0.0, 0.0
     for copy in copies:
         inside = min(copy.end, end) - max(copy.begin, begin)
@@ -67,7 +67,7 @@ class Traffic:
         return [Copy(self._seconds(begin), self._seconds(end), nbytes) for begin, end, nbytes in self._noted]
 
     def mark(self) -> Any:
-        """This moment of the current stream, or of the host where nothing runs beside it."""
+        """The present moment: an event on the current stream, or on a CPU the host's clock."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -121,7 +121,7 @@ def can_join(products: Sequence[nn.Module]) -> bool:
 
 
 def merged_buffer(products: Sequence[nn.Module], name: str) -> Tensor:
-    """A buffer of all products, one behind another in one tensor, of which theirs become parts."""
+    """A buffer of all products, one after another in one tensor, of which theirs become parts."""
     parts = [getattr(product, name) for product in products]
     merged = torch.cat(parts)
     for product, part in zip(products, merged.split([len(part) for part in parts])):

@@ -114,7 +114,7 @@ class Joined(nn.ModuleList):
     """Products of one input whose formats or thresholds differ, so that they stay several launches.
 
     Layers that are neighbours and alike are one of them. One token's outputs are written side by side on a GPU, without
-    a copy behind them.
+    a copy after them.
 
     Attributes:
         branches: whether products are branches of a graph that is captured, beside one another: short ones leave most
@@ -202,7 +202,7 @@ _sides = threading.local()  # a capture is one thread's, and so are the streams 
 
 
 def side_streams(count: int) -> list["torch.cuda.Stream"]:
-    """Streams of this thread on which products run beside the current one."""
+    """Streams of this thread for products that run at the same time as the current stream."""
     streams = _sides.__dict__.setdefault("streams", [])
     while len(streams) < count:
         streams.append(torch.cuda.Stream())

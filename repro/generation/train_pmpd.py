@@ -113,7 +113,7 @@ def labelled(high: Decoder, low: Decoder, rows: Sequence[Sequence[int]], setting
 
 @torch.inference_mode()
 def nll(model: Decoder, row: Sequence[int], prompt: int) -> np.ndarray:
-    """Nats of each token behind a prompt, float64 `[T]`."""
+    """Nats of each token after a prompt, float64 `[T]`."""
     (hidden,) = together(model, Cache(model, 1), [row])
     logits = model.head(hidden[prompt - 1 : -1]).float()
     targets = torch.tensor(row[prompt:], device=logits.device)

@@ -1,4 +1,4 @@
-"""A build: the pool runs the jobs behind the targets, then tables, figures and pages are drawn here.
+"""A build: the pool runs the jobs that the targets need, then tables, figures and pages are drawn here.
 
 It does what the rules of the Snakefile do, in one process that has imported everything once.
 """

@@ -99,7 +99,7 @@ class BlockError(Metric):
 
     @property
     def reference(self) -> bool:
-        """Every number compares with full precision on the same windows by itself."""
+        """True: every number is already a comparison with full precision on the same windows."""
         return True
 
     @property

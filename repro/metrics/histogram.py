@@ -125,7 +125,7 @@ def linears(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def largest(weights: list[Tensor]) -> float:
-    """The magnitude above which one in a thousand of the weights lies.
+    """The magnitude that one in a thousand of the weights exceeds.
 
     Raises:
         UserError: some are not finite, or all are 0.

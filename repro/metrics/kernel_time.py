@@ -79,7 +79,7 @@ class KernelTime(External):
         return Quantity([{}], value, known=intervals) if rows else None
 
     def several(self) -> bool:
-        """Whether there is a number for each layer, of which a cell shows the geometric mean."""
+        """Whether there is a number for each layer; a cell then shows their geometric mean."""
         return self.layers in LAYERS
 
     @staticmethod
@@ -178,7 +178,7 @@ def _interval(row: KernelRow, show: str) -> Interval:
 
 
 def _as_recorded(row: KernelRow) -> float:
-    """The fastest recorded time behind a rescaled one."""
+    """The fastest recorded time that a rescaled one is computed from."""
     peers = {(who, kernel): names for who, kernel, _, names in stored_peers.RESCALED_PEERS}
     names = peers[row.provider, row.kernel]
     shape = (row.N, row.K, row.M, row.mode)

@@ -162,5 +162,5 @@ class External(Metric, ABC):
         return ""
 
     def several(self) -> bool:
-        """Whether it is several numbers, of which a cell shows the geometric mean."""
+        """Whether it is several numbers; a cell then shows their geometric mean."""
         return False

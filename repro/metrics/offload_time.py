@@ -46,7 +46,7 @@ SHOWN = {"ms an iteration": "iteration", "ms drafting": "draft", "ms verifying":
 
 @dataclass(frozen=True)
 class Protocol:
-    """`timed` iterations after `warm` ones, behind a random prompt that fills most of a context."""
+    """`timed` iterations after `warm` ones, after a random prompt that fills most of a context."""
 
     context: int = 1024
     warm: int = 3
@@ -69,7 +69,7 @@ class OffloadTime(Metric):
         prefetch: whether weights are copied before they are needed.
         depth: of the draft's tree; 0 is the paper's.
         target_bits: of the target's blocks; 8 are codes in groups of 128, of `subspec` and `none` alone.
-        budget: nodes that SpecExec verifies behind the root; 0 is its default.
+        budget: nodes that SpecExec verifies after the root; 0 is its default.
         bus: another rate of the bus in GB/s, for which the time of the streamed bytes is calculated; 0 is the measured.
         show: what.
     """
@@ -243,7 +243,7 @@ def times(options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) 
 def engine_of(
     options: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 ) -> tuple[Speculating, budget.MemoryPlan]:
-    """The engine of a job's shape, memory, draft and prefetching, and what lies where.
+    """The engine of a job's shape, memory, draft and prefetching, and its memory plan.
 
     Raises:
         NotMeasurable: the budget is below the least that works.

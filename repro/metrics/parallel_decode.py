@@ -235,7 +235,7 @@ def engine_of(shape: str, how: str, model: Decoder, link: Group) -> ParallelCore
 
 
 def interleaved(engines: list[tuple[str, ParallelCore]], options: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Milliseconds of a step of each engine, one value a round, in which each of them has its turn."""
+    """Milliseconds of a step of each engine, one value for each round; engines take turns within a round."""
     rounds: dict[str, list[float]] = {how: [] for how, _ in engines}
     for number in range(1 + options["launched_rounds"]):
         for how, engine in engines:

@@ -82,7 +82,7 @@ class Protocol:
         rate: on the paper's device (section 5.3.3).
         seed: of lengths, arrivals and prompts; a cell's own seed is added to it.
         blocks: of neighbouring requests, which are what an interval resamples.
-        decodes, context: of a calibrated iteration, so many tokens are decoded at most, each behind so many others.
+        decodes, context: of a calibrated iteration, so many tokens are decoded at most, each after so many others.
         repeats: timings of everything that is calibrated.
     """
 

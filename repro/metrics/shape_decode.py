@@ -1,12 +1,12 @@
 """Milliseconds of a decoded token at a public shape, by weight format and activation sparsity.
 
-SpQt's Table 2 and SPEAR's Figure 8 ask for them behind one prompt, Bit-by-Bit's Table 8 behind prompts of several
+SpQt's Table 2 and SPEAR's Figure 8 ask for them after one prompt, Bit-by-Bit's Table 8 after prompts of several
 lengths, and for those of Transformers as well.
 
 The weights are random: times and bytes are real. Thresholds are quantiles of the inputs that the shape's own products
 get, so that lists are uniformly random, the worst case; or products read lists that are made of what the target's model
 keeps on a text (`engine/shape_lists.py`), with SpQt's unified thresholds or TEAL's. Lists are made in every step either
-way: with the vector by RMSNorm and SiLU, by a launch of their own behind attention. One sequence; times need a GPU,
+way: with the vector by RMSNorm and SiLU, by a launch of their own after attention. One sequence; times need a GPU,
 elsewhere a result is `unsupported`.
 """
 
@@ -50,7 +50,7 @@ HOW = {  # a recipe, and how inputs are skipped (`q4_k.Q4K.method`)
     "s50-naive": ("q4_k + spqt(sparsity=0.5)", "naive"),
 }
 LENGTHS = (64, 128, 256, 512)  # tokens of a prompt (Bit-by-Bit, Table 8)
-AT_LENGTHS = {  # ways that are timed behind prompts of all these lengths, in one job
+AT_LENGTHS = {  # ways that are timed after prompts of all these lengths, in one job
     "bf16-lengths": ("fp16", "listed"),
     "transformers": ("fp16", "transformers"),
     "w2a2": ("bitbybit(w2a2, split=none)", "listed"),
@@ -132,7 +132,7 @@ class ShapeDecode(Metric):
 
     @property
     def column(self) -> str:
-        """The name of the times behind its prompt."""
+        """The name of the times after its prompt."""
         return f"ms {self.length}" if self.length else "ms"
 
     def jobs(self, target: Target) -> dict[str, Job] | None:

@@ -103,7 +103,7 @@ class Similarity(Metric):
 
     @property
     def reference(self) -> bool:
-        """Every number compares with full precision by itself."""
+        """True: every number is already a comparison with full precision."""
         return True
 
     @property

@@ -327,7 +327,7 @@ def _declared(config: Config) -> dict[str, Any]:
 
 
 def _in_the_papers_order(schedule: str) -> str:
-    """The schedule that a control stands against: the same with layers in the paper's order."""
+    """The schedule that a control is compared with: the same with layers in the paper's order."""
     return precision_schedules.write(replace(precision_schedules.read(schedule), order="kl", seed=0))
 
 
@@ -487,7 +487,7 @@ def _score_of_point(
     point: int,
     score: str,
 ) -> float:
-    """ROUGE-L or BLEU of the texts whose layers all switch behind `point` tokens."""
+    """ROUGE-L or BLEU of the texts whose layers all switch after `point` tokens."""
     ids = [_cut(tokenizer(prompt.text)["input_ids"], options) for prompt in prompts]
     engine.rule = pmpd.rule_of(point)
     texts = []

@@ -1,7 +1,7 @@
 """When an offloaded model copies, drafts and verifies in one iteration at a public shape (SubSpec, Figure 5).
 
 The paper draws three timelines as diagrams: plain offloading, speculation over it, and with copies before they are
-needed. Here they are measured: events on the streams themselves, of one iteration behind warm ones. The weights are
+needed. Here they are measured: events on the streams themselves, of one iteration after warm ones. The weights are
 random; how many tokens are accepted changes no span. Times need a GPU; elsewhere a result is `unsupported`.
 """
 
@@ -34,7 +34,7 @@ Spans = dict[str, list[tuple[float, float]]]  # lane to (begin, end) in millisec
 
 @dataclass(frozen=True)
 class Protocol:
-    """The iteration behind `warm` ones, after a random prompt that fills most of a context."""
+    """The iteration after `warm` ones, after a random prompt that fills most of a context."""
 
     context: int = 1024
     warm: int = 3

@@ -87,7 +87,7 @@ class TokenClass(Metric):
 
     @property
     def reference(self) -> bool:
-        """KL compares with full precision by itself."""
+        """True: KL is already a comparison with full precision."""
         return self.show == "kl"
 
     @property

@@ -187,7 +187,7 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
 
 
 def _check_dtypes(name: str, path: Path) -> None:
-    """Check the dtypes of the weights in a safetensors file, of which only the header is read.
+    """Check the dtypes of the weights in a safetensors file; only its header is read.
 
     Raises:
         UserError: a damaged file, or weights of another dtype than float32, float16 and bfloat16.

@@ -51,7 +51,7 @@ class InputStatistics:
         return (m4 - 4 * m1 * m3 + 6 * m1**2 * m2 - 3 * m1**4) / (m2 - m1**2) ** 2 - 3
 
     def quantile(self, share: float) -> float:
-        """The |x| below which a `share` of all entries lies, to the width of a bin, 1.1 %."""
+        """The |x| below which a `share` of all entries is, exact to the width of a bin, 1.1 %."""
         position = min(int((self.histogram.cumsum(0) < share * self.histogram.sum()).sum()), len(self.histogram) - 1)
         return 2.0 ** (LOWEST + (position + 0.5) / BINS) if position else 0.0
 

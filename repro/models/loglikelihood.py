@@ -2,7 +2,7 @@
 
 For a prompt c and an answer a of n ids, sum_i log p(a_i | c, a_<i) and whether every a_i is the likeliest id there.
 What several answers share is run once: a prefix that many prompts begin with (its keys and values are reused), and a
-prompt, behind which its answers lie side by side, each seeing the prompt and itself:
+prompt, after which its answers lie side by side, each seeing the prompt and itself:
 
     row of ids    prompt | answer 1 | answer 2 | …   with the positions that each answer would have alone
 
@@ -11,7 +11,7 @@ log-softmax is float32, sums are float64.
 
 A model is run so only where that gives what each answer gives alone (`longest_shared`): not beyond the window of a
 layer, not where the order of ids says where they are (ALiBi), not where the longest row decides how all are rotated.
-Else each answer is a row of its own behind its whole prompt, under the mask that the model itself makes.
+Else each answer is a row of its own after its whole prompt, under the mask that the model itself makes.
 
 Source: EleutherAI/lm-evaluation-harness (`HFLM._loglikelihood_tokens`), with which a test compares.
 """
@@ -64,7 +64,7 @@ class AnsweredPrompt:
 
     @property
     def branches(self) -> int:
-        """Answers with ids behind the prompt."""
+        """Answers with ids after the prompt."""
         return sum(len(answer) > 1 for answer in self.answers)
 
 
@@ -199,7 +199,7 @@ def unscaled_positions(config: Any) -> float:
 
 
 def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[AnsweredPrompt], np.ndarray]:
-    """As `_prompts`, but each row by itself, without a prefix or another answer."""
+    """As `_prompts`, but each row is a prompt of its own: no shared prefix, no other answers."""
     prompts = []
     cut = np.zeros(len(rows), dtype=bool)
     for row, (prefix, ids, count) in enumerate(rows):

@@ -180,7 +180,7 @@ class LowBitModel:
         self.extra_bits[attachment.step] = self.extra_bits.get(attachment.step, 0) + attachment.stored_bits()
 
     def full_precision(self) -> nn.Module:
-        """A copy of the model with each layer's weight as it was before it was quantized, and nothing beside it.
+        """A copy of the model with each layer's weight from before it was quantized, and nothing attached.
 
         Raises:
             UserError: no layer is quantized, the model was loaded from a file, or something is attached already.

@@ -74,7 +74,7 @@ def table_name(paper: str, kind: str, number: str) -> str:
 
 
 def is_printed(kind: str, number: str) -> bool:
-    """Whether a number is a printed table's or figure's; a figure's part has a letter behind it (`2c`)."""
+    """Whether a number is a printed table's or figure's; a figure's part has a letter after it (`2c`)."""
     return number.isdecimal() or (kind == "figure" and re.fullmatch("[0-9]+[a-h]", number) is not None)
 
 

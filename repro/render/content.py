@@ -346,7 +346,7 @@ def _rounded(x: float, whole: float, tenths: float) -> str:
 
 
 def measured_text(m: Measurement, against: Interval | None = None) -> str:
-    """A measured value with its marks, behind its comparison with full precision if there is one; or the status."""
+    """A measured value with its marks, after its comparison with full precision if there is one; or the status."""
     if m.status not in SHOWN or m.value is None:
         return WORDS.get(m.status, m.status)
     marks = "".join(dict.fromkeys(MARKS[w] for w in (m.source, m.status) if w in MARKS))

@@ -253,7 +253,7 @@ def _cell(cell: str, chosen: Layout, text_column: int | None) -> str:
 
 
 def _number(text: str) -> str:
-    """The leading number of a measured value with its unit, or behind the mark of chance; empty for a word."""
+    """The leading number of a measured value with its unit, or after the mark of chance; empty for a word."""
     match = re.match(rf"(‡; )?[-−+×]?\.?\d[\d.,]*(e[-+]?\d+)?[%x×]?({GHOSTS.pattern})?", text)
     return match[0] if match else ""
 

@@ -460,7 +460,7 @@ def _beside_bar(axis: Axes, middle: float, point: Point, high: float, labelled: 
 
 @dataclass(frozen=True)
 class RowOfBars:
-    """Places that stand side by side.
+    """Places side by side.
 
     Attributes:
         panel: whose they are.

@@ -215,7 +215,7 @@ def jobs_behind(flow: Workflow, cell: Cell) -> list[Job]:
 
 
 def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
-    """The jobs, with their needs, of cells and operands for which no accepted result stands.
+    """The jobs, with their needs, of cells and operands without a current accepted result.
 
     Raises:
         UserError: results/ is damaged.
@@ -306,7 +306,7 @@ def built(flow: Workflow, cell: Cell) -> Measurement:
 
 
 def made_by(flow: Workflow, cell: Cell, origins: Iterable[Mapping[str, str]]) -> dict[str, int]:
-    """The versions behind a cell: those that made its jobs' results, and today's of the metrics that read them.
+    """The versions that a cell depends on: those of its jobs' results, and today's of the metrics that read them.
 
     Args:
         origins: of the jobs (`runner.origin`).

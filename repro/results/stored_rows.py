@@ -42,7 +42,7 @@ def find(flow: Workflow, cell: Cell) -> Measured | None:
 
 
 def stands(flow: Workflow, cell: Cell) -> bool:
-    """Whether an accepted result stands for a cell or an operand.
+    """Whether a cell or an operand has an accepted result that is current.
 
     No value is recomputed for that; showing the row does it, and raises if the value does not fit.
     """
@@ -137,7 +137,7 @@ def _joined_versions(cell: Cell, operands: Iterable[Measurement]) -> str:
 
 
 def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
-    """The fields that say whether a stored row still stands; it is stale if declared inputs or versions changed."""
+    """The fields that decide whether a stored row is current; it is stale if declared inputs or versions changed."""
     stale = {"source": "stored", "status": "stale"}
     if flow.inputs_hash(cell) != old.inputs:
         return stale | {"note": "its declared inputs have changed"}

@@ -32,7 +32,7 @@ class ClaimSpec:
         target: it is a target of this project and no claim of the paper: it is met or not.
         most: the claim is about most cases ("typically"), not about every one.
         percent: show the quantity as a percentage.
-        unit: what the quantity is in, behind its measured values.
+        unit: the unit of the quantity, shown after its measured values.
         cross_checks: name to another column of the table, printed or extra, that replaces the named one in the same
             rows (`KL: KL`). The line says where they disagree; they never decide the verdict.
         more: further tables whose cells are meant, where a claim is about several (each task, each width of bits).

@@ -114,7 +114,7 @@ class Scale:
     Attributes:
         models: what stands in for each of the papers' models: a pocket model, a local folder, `hub-id@revision`, or
             `hub` for the pin in config/hub.yaml. The papers' other spellings of a name are aliases there.
-        corpora: the text behind each of the papers' corpora (`wikitext2`, `c4`), by its own name.
+        corpora: the text that stands in for each of the papers' corpora (`wikitext2`, `c4`), by its own name.
         calibration_texts: likewise for cells whose spec names a calibration text; a text or a `Pool` of it.
         seeds: the most seeds of a cell that are run; None is all that a spec asks for.
         device: the device class that its cells are measured on; `any` is this machine's GPU, else its CPU.
@@ -166,7 +166,7 @@ class Scale:
         return pin(alias.get(model, model)) if name == "hub" else name
 
     def text(self, corpus: str) -> str:
-        """The corpus behind a paper's corpus, or the corpus of that name or path itself.
+        """The corpus that stands in for a paper's, or the corpus of that name or path itself.
 
         Raises:
             UserError: there is neither.

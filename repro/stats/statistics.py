@@ -84,7 +84,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Draw:
-    """A random draw of calibration text or initialization of which only one seed ran.
+    """A random draw of calibration text or initialization that ran with one seed only.
 
     Attributes:
         effects: name of a series to the change of its mean at one standard deviation; all means move together.

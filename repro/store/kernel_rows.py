@@ -385,7 +385,7 @@ def _read(path: Path) -> list[KernelRow]:
 
 @cache
 def shown_device(stamps: Stamps) -> str:
-    """The device whose times are shown unless one is named: that of `BUILT`, else the H200, on which results stand."""
+    """The device whose times are shown unless one is named: that of `BUILT`, else the H200 of the stored results."""
     if any(path == BUILT for path, _ in stamps):
         for row in from_csv(BUILT):
             if row.us:

@@ -331,7 +331,7 @@ class ReplayedDraft(Drafted):
 
 
 def recorded_lengths() -> list[list[int]]:
-    """Tokens of every iteration behind the prefill, prompt by prompt, from the stored record of accepted lengths.
+    """Tokens of every iteration after the prefill, prompt by prompt, from the stored record of accepted lengths.
 
     The record has each prompt's tokens and iterations; an iteration has their mean, as whole numbers.
 
@@ -486,7 +486,7 @@ def one_token_logits(plain: Core, ids: list[int], text: list[int]) -> Tensor:
 
 
 def tree_logits(ours: Speculating, ids: list[int], number: int) -> Tensor:
-    """`[V]`: what a verification said where it chose the text's token of this number, 1 or more, in greedy decoding."""
+    """`[V]`: a verification's logits where it chose token `number` of the text, 1 or more, in greedy decoding."""
     batch = ours._decoding([ids], number + 1, Sampling(), 0)
     for _ in ours._run(batch):
         pass

@@ -144,7 +144,7 @@ def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> nn.Mod
 
 
 def offloaded(model: nn.Module, weights: float, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
-    """A model that Accelerate distributes over a device, which takes so many bytes, and the host; where modules lie."""
+    """A model that Accelerate splits between a device (`weights` bytes) and the host; and each module's device."""
     from accelerate import dispatch_model, infer_auto_device_map
 
     if device.type != "cuda":
@@ -179,7 +179,7 @@ def llamacpp(shape: str, memory: str, gguf: Path | None) -> dict[str, Any]:
 
 
 def calculated(shape: str, memory: str, device: torch.device) -> dict[str, Any]:
-    """Seconds a token of weights that are read where they lie, from rates that are measured here; no such run was made.
+    """Seconds a token if weights are read where they are stored, from rates measured here; no such run was made.
 
     Returns:
         pass_s: bytes on the host over `host_bytes_per_s`, and bytes on the GPU over `device_bytes_per_s`; of the host's
@@ -198,7 +198,7 @@ def calculated(shape: str, memory: str, device: torch.device) -> dict[str, Any]:
 
 
 def layers_on_device(shape: str, memory: str) -> int:
-    """Blocks that lie in `SHARE` of a limit beside the head."""
+    """Blocks that fit with the head in `SHARE` of a limit."""
     config = config_of(shape)
     left = SHARE * budget.parse_bytes(memory) - head_bytes(config)
     block = sum(budget.block_sizes(config, torch.bfloat16))
@@ -206,7 +206,7 @@ def layers_on_device(shape: str, memory: str) -> int:
 
 
 def head_bytes(config: Any) -> int:
-    """Bytes of the head in 16 bits; the embedding, of which a token reads a row, stays on the host."""
+    """Bytes of the head in 16 bits; the embedding stays on the host, as a token reads one row of it."""
     return 2 * config.vocab_size * config.hidden_size
 
 

@@ -184,7 +184,7 @@ class PrecisionBench:
             self.branches(True)
 
     def branches(self, on: bool) -> None:
-        """Let products of different widths run beside one another, or not, in what is captured from now on."""
+        """Whether products of different widths run at the same time in graphs that are captured from now on."""
         for block in self.model.blocks:
             for each in copies.copies_of(block):
                 each.set_branches(on)

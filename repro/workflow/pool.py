@@ -259,7 +259,7 @@ def run_here(jobs: Sequence[Job]) -> None:
         terminal = sys.stderr if sys.stderr.isatty() else None
         outcome = _run(job, terminal)
         if outcome.problem and terminal:
-            print(file=terminal)  # behind an unfinished bar
+            print(file=terminal)  # after an unfinished bar
         if outcome.problem:
             raise UserError(f"{job.id}: {outcome.problem}")
         print(f"{i}/{len(todo)} {job.id} {outcome.seconds:.1f} s", flush=True)

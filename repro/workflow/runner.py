@@ -1,4 +1,4 @@
-"""The job runner behind Snakemake's script, `python -m repro run`, and the commands of a person."""
+"""The job runner: it serves Snakemake's script, `python -m repro run` and the commands of a person."""
 
 import json
 import re

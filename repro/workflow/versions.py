@@ -119,7 +119,7 @@ def changed(old: Versions, new: Versions) -> str:
 
 
 def file(job: Job, again: bool = False) -> Path:
-    """Snakemake's input for the versions behind a job: a small file, rewritten when one of them changes, or `again`."""
+    """Snakemake's input for the versions that a job depends on: a file, rewritten when one changes, or `again`."""
     return input_file("-".join([job.kind, *job.steps]), text(own(job)), again)
 
 

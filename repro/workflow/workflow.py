@@ -142,7 +142,7 @@ class Workflow:
         return not spec or not spec.scales or self.scale.name in spec.scales
 
     def full_precision(self, cell: Cell) -> Cell:
-        """The same measure of the stand-in without any step."""
+        """The same measure of the stand-in with no quantizing step."""
         return replace(cell, recipe="fp16", row="", printed="", seeds=(0,))
 
     def waits_for_baseline(self, cell: Cell) -> bool:
