@@ -17,7 +17,6 @@ Shapes have random weights: their times and bytes are real, their texts and acce
 """
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -29,7 +28,6 @@ import torch
 from torch import Tensor
 
 from repro.core.errors import UserError
-from repro.core.files import write_text
 from repro.data import prompts
 from repro.engine import budget, limits
 from repro.engine.core import Core
@@ -48,6 +46,7 @@ from repro.methods import subspec
 from repro.results import measure
 from repro.specs import scale as scales
 from repro.store import provenance
+from repro.studies.measurement_folder import MeasurementFolder
 from repro.workflow.workflow import Workflow
 
 MODEL, TOKENS = "pocket-10m", 64  # of the lossless texts
@@ -96,10 +95,11 @@ class OffloadBench:
     def __init__(
         self, folder: Path, device: torch.device, memory: str, only: Sequence[str], prompts: int | None = None
     ) -> None:
-        self.folder, self.device, self.memory, self.only = folder, device, memory, only
+        self.device = device
+        self.memory = memory
         self.sets = first_of_all(SETS, prompts or sum(SETS.values()))
-        folder.mkdir(parents=True, exist_ok=True)
-        self.facts = {"device": provenance.device_name(device.type), "commit": provenance.commit()}
+        facts = {"device": provenance.device_name(device.type), "commit": provenance.commit()}
+        self.files = MeasurementFolder(folder, facts, only)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.rate = bus_rate(device)  # before anything is limited
         self.failed: list[str] = []
@@ -123,21 +123,14 @@ class OffloadBench:
 
     def once(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
         """Make a measurement unless its file is there; one that fails is named, and the next one is made."""
-        path = self.folder / f"{name}.json"
-        if path.is_file() or not (not self.only or any(word in name for word in self.only)):
+        if not self.files.is_due(name):
             return
-        began = time.perf_counter()
         try:
-            facts = self.facts | measure()
+            self.files.write(name, measure)
         except (UserError, RuntimeError) as error:  # too little memory has either kind
             self.failed.append(name)
             print(f"{name} failed: {' '.join(str(error).split())[:300]}", flush=True)
             self.free()
-            return
-        facts["wall_s"] = time.perf_counter() - began
-        write_text(path, json.dumps(facts, indent=1) + "\n")
-        numbers = {key: value for key, value in facts.items() if isinstance(value, int | float)}
-        print(f"{name} ({facts['wall_s']:.0f} s): {json.dumps(numbers)}", flush=True)
 
     def free(self) -> None:
         """Give back the memory of the last shape, and take the limit away."""

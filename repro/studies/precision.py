@@ -14,7 +14,6 @@ there already is not measured again. The parts, each with the settings that it w
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ import torch
 
 from repro.bench import along
 from repro.core.errors import UserError
-from repro.core.files import write_text
 from repro.engine import copies
 from repro.engine.core import Core
 from repro.engine.decoding import Sampling
@@ -44,6 +42,7 @@ from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.schedule import bits_by_step, planned_rule
 from repro.specs import scale as scales
 from repro.store import observations, provenance
+from repro.studies.measurement_folder import MeasurementFolder
 
 SHAPE = "shape/Llama-3-8B"
 RECIPES = {16: "fp16", 8: "rtn-w8-pc-sym", 4: "rtn-w4-g128"}  # grids whose kernels are tuned
@@ -82,9 +81,10 @@ class PrecisionBench:
     def __init__(
         self, shape: str, device: torch.device, folder: Path, only: Sequence[str] = (), log: Path | None = None
     ) -> None:
-        self.folder, self.device, self.only, self.log = folder, device, only, log
-        folder.mkdir(parents=True, exist_ok=True)
-        self.facts = {"shape": shape, "device": provenance.device_name(device.type), "commit": provenance.commit()}
+        self.device = device
+        self.log = log
+        facts = {"shape": shape, "device": provenance.device_name(device.type), "commit": provenance.commit()}
+        self.files = MeasurementFolder(folder, facts, only)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         began = time.perf_counter()
         config = None
@@ -124,16 +124,9 @@ class PrecisionBench:
 
     def once(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A measurement from its file, or made now; empty where neither is, since it is not asked for."""
-        path = self.folder / f"{name}.json"
-        if not path.is_file() and self.only and not any(word in name for word in self.only):
-            return {}
-        if not path.is_file():
-            began = time.perf_counter()
-            facts = self.facts | measure()
-            write_text(path, json.dumps(facts, indent=1) + "\n")
-            numbers = {key: value for key, value in facts.items() if isinstance(value, float)}
-            print(f"{name} ({time.perf_counter() - began:.0f} s): {json.dumps(numbers)}", flush=True)
-        return json.loads(path.read_text())
+        if self.files.is_due(name):
+            self.files.write(name, measure)
+        return self.files.read(name) if self.files.file(name).is_file() else {}
 
     def engine(self, **how: Any) -> SwitchingCore:
         """An engine with a schedule, over the weights that are there; layers go in a random order."""
@@ -284,7 +277,7 @@ class PrecisionBench:
         apart: `settled ratio` is that of the medians between switches, which other load moves least, and `lost ms` are
         what the switches of this run cost.
         """
-        measured = along.read(self.folder)
+        measured = along.read(self.files.path)
         path = list(RECIPES)
         contexts = SHORT + np.arange(1, LONG)
         if measured.lacks(path, contexts[-1], WHOLE):

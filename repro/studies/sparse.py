@@ -16,9 +16,7 @@ Full kernel tables and Figures 8 to 10 come from `python -m repro bench --only q
 """
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,13 +27,13 @@ from repro.bench import listed_reader, operator_tasks, timing
 from repro.bench.kernel_list import OURS, SPARSITIES, load
 from repro.bench.task import Layer
 from repro.core.errors import NotMeasurable, UserError
-from repro.core.files import write_text
 from repro.engine import q4_k
 from repro.engine.weights import LAYERS, SparseInputs
 from repro.kernels.active_inputs import in_order
 from repro.kernels.active_inputs import reference as listed
 from repro.metrics.shape_decode import HOW, loaded
 from repro.store import provenance
+from repro.studies.measurement_folder import MeasurementFolder
 
 LAYERS_TIMED = [(4096, 4096), (14336, 4096), (4096, 14336), (5120, 13824), (28672, 8192), (8192, 28672)]
 COLUMNS = (4096, 8192, 14336, 28672)
@@ -63,9 +61,10 @@ class SparseBench:
     """The measurements on one device."""
 
     def __init__(self, folder: Path, device: str, backend: timing.Cuda, only: Sequence[str] = ()) -> None:
-        self.folder, self.device, self.backend, self.only = folder, device, backend, only
-        folder.mkdir(parents=True, exist_ok=True)
-        self.facts = {"device": provenance.device_name(device), "commit": provenance.commit()}
+        self.device = device
+        self.backend = backend
+        facts = {"device": provenance.device_name(device), "commit": provenance.commit()}
+        self.files = MeasurementFolder(folder, facts, only)
         self.failed: list[str] = []
 
     def run(self) -> list[str]:
@@ -84,34 +83,26 @@ class SparseBench:
 
     def once(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
         """A measurement, unless its file is there; one that fails leaves none, and the others go on."""
-        path = self.folder / f"{name}.json"
-        if path.is_file() or (self.only and not any(word in name for word in self.only)):
+        if not self.files.is_due(name):
             return
-        began = time.perf_counter()
         try:
-            facts = self.facts | measure()
+            self.files.write(name, measure)
         except (NotMeasurable, UserError, RuntimeError, ValueError, timing.Unsound) as error:
             self.failed.append(name)
             print(f"{name} failed: {' '.join(str(error).split())[:300]}", flush=True)
-            return
         finally:
             if self.device == "cuda":
                 torch.cuda.empty_cache()
-        facts["wall_s"] = time.perf_counter() - began
-        write_text(path, json.dumps(facts, indent=1) + "\n")
-        numbers = {key: value for key, value in facts.items() if isinstance(value, float)}
-        print(f"{name} ({facts['wall_s']:.0f} s): {json.dumps(numbers)}", flush=True)
 
-    def kept(self, name: str) -> dict[str, Any]:
+    def stored(self, name: str) -> dict[str, Any]:
         """A measurement that is there.
 
         Raises:
             UserError: it is not.
         """
-        path = self.folder / f"{name}.json"
-        if not path.is_file():
+        if not self.files.file(name).is_file():
             raise UserError(f"{name} is not measured")
-        return json.loads(path.read_text())
+        return self.files.read(name)
 
     # --- kernels ------------------------------------------------------------------------------------------------------
 
@@ -184,12 +175,12 @@ class SparseBench:
 
     def even(self, rows: int, columns: int) -> dict[str, Any]:
         """The break-even sparsity: where a line through the sparse times meets the best dense time."""
-        measured = {s: self.kept(f"gemv-{rows}x{columns}-{s}") for s in SPARSITIES}
+        measured = {s: self.stored(f"gemv-{rows}x{columns}-{s}") for s in SPARSITIES}
         dense_rows = statistics.median(measured[s]["dense rows us"] for s in SPARSITIES)
         dense_zigzag = statistics.median(measured[s]["dense zigzag us"] for s in SPARSITIES)
         dense = min(dense_rows, dense_zigzag)
         nearest = min(COLUMNS, key=lambda k: abs(k - columns))
-        with_list = self.kept(f"list-{nearest}")["ordered us"]
+        with_list = self.stored(f"list-{nearest}")["ordered us"]
         times = [measured[s]["sparse us"] for s in SPARSITIES]
         slope, base = statistics.linear_regression(SPARSITIES, times)
         facts = {"dense us": dense, "list us": with_list, "us a percent": slope}

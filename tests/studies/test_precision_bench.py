@@ -75,7 +75,8 @@ def test_a_recorded_run_is_replayed_at_its_own_steps(bench, tmp_path):
         "log 1": Series(np.array([5.0, 5, 12, 12, 20, 20]), "switches"),
     }
     observations.save(tmp_path / "log.parquet", log, {})
-    bench.only, bench.log = ("step", "mixed-random", "switch-ahead", "whole"), tmp_path / "log.parquet"
+    bench.files.only = ("step", "mixed-random", "switch-ahead", "whole")
+    bench.log = tmp_path / "log.parquet"
     bench.run()
     found = json.loads((tmp_path / "whole.json").read_text())
     assert [step for step, _, _ in found["log"]] == [5] * 4 + [12] * 4 + [20] * 4
@@ -86,6 +87,6 @@ def test_a_recorded_run_is_replayed_at_its_own_steps(bench, tmp_path):
 
 
 def test_a_whole_run_asks_for_its_parts(bench):
-    bench.only = ("whole",)
+    bench.files.only = ("whole",)
     with pytest.raises(UserError, match="say --only step mixed-random switch-ahead whole"):
         bench.run()

@@ -53,14 +53,14 @@ def test_every_measurement_is_a_file_that_is_made_once(bench, tmp_path, capsys):
 
 
 def test_what_fails_is_named_and_the_others_go_on(bench, tmp_path, capsys):
-    bench.only = ("even", "list")
+    bench.files.only = ("even", "list")
     assert bench.run() == ["even-300x256"]
     assert "gemv-300x256-25 is not measured" in capsys.readouterr().out
     assert [path.stem for path in tmp_path.glob("*.json")] == ["list-256"]
 
 
 def test_a_wrong_kernel_is_not_timed(bench, monkeypatch, capsys):
-    bench.only = ("check",)
+    bench.files.only = ("check",)
     monkeypatch.setattr(sparse.load("zigzag_gemv"), "reference", lambda x, rows, **_: x.new_ones(1, rows))
     assert bench.run() == ["check"] and "wrong: zigzag_gemv" in capsys.readouterr().out
 
