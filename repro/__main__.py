@@ -1,6 +1,7 @@
 """The command line: `python -m repro VERB --help` lists the options. Bad input is one sentence and exit code 2."""
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -13,6 +14,13 @@ from repro.core.errors import UserError, sentence, unknown
 from repro.specs import scale_files
 
 PROGRAM = "python -m repro"
+REMEDIES = {  # by the number of an error of the file system
+    errno.EACCES: "give this user the right to it, or name another",
+    errno.EPERM: "give this user the right to it, or name another",
+    errno.EROFS: "name one on a file system that can be written",
+    errno.ENOSPC: "make room, or name one on another file system",
+    errno.EDQUOT: "make room, or name one on another file system",
+}
 
 
 def overview() -> argparse.ArgumentParser:
@@ -56,7 +64,7 @@ def read(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; 0, or 2 with one sentence for bad input."""
+    """Run one verb; 0, or 2 with one sentence for bad input, or for a file that may not be read or written."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
         print(f"lowbit-repro {__version__}")
@@ -71,12 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(sentence(error), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; run again to resume", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in REMEDIES or error.filename is None:
+            raise
+        remedy = REMEDIES[error.errno]
+        print(sentence(UserError(f"{error.filename}: {error.strerror}; {remedy}")), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run again to resume", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -114,12 +114,24 @@ class Stats:
 
     def __str__(self) -> str:
         peak, stored, read = (f"{n / 1e6:,.1f} MB" for n in (self.peak_bytes, self.stored_bytes, self.read_bytes))
-        return (
-            f"{self.prompt_tokens} + {self.new_tokens} tokens | prefill {self.prefill_s:.3f} s | "
-            f"{self.tokens_per_s:.1f} tokens/s | {self.ms_p50:.2f} ms a token (p50), {self.ms_p99:.2f} (p99) | "
-            f"MBU {self.mbu:.2f} ({self.step_bytes / 1e6:,.1f} MB a step over its time over a read rate of "
-            f"{self.read_rate / 1e9:,.1f} GB/s) | peak {peak} | stored {stored} | read {read}"
-        )
+        tokens = f"{self.prompt_tokens} + {self.new_tokens} tokens"
+        memory = f"peak {peak} | stored {stored} | read {read}"
+        return f"{tokens} | prefill {self.prefill_s:.3f} s | {self._of_steps()} | {memory}"
+
+    @property
+    def speed(self) -> str:
+        """Tokens per second in words, or that there was no step."""
+        return "no step after the prefill" if math.isnan(self.tokens_per_s) else f"{self.tokens_per_s:.1f} tokens/s"
+
+    def _of_steps(self) -> str:
+        """What was measured of steps, in words."""
+        if math.isnan(self.ms_p50):
+            return self.speed
+        times = f"{self.speed} | {self.ms_p50:.2f} ms a token (p50), {self.ms_p99:.2f} (p99)"
+        if math.isnan(self.read_rate):
+            return times
+        step, rate = f"{self.step_bytes / 1e6:,.1f} MB", f"{self.read_rate / 1e9:,.1f} GB/s"
+        return f"{times} | MBU {self.mbu:.2f} ({step} a step over its time over a read rate of {rate})"
 
 
 def measured(

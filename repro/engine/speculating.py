@@ -40,7 +40,7 @@ class DraftedStats(Stats):
 
     def __str__(self) -> str:
         counted = f"{self.prompt_tokens} + {self.new_tokens} tokens | prefill {self.prefill_s:.3f} s"
-        return f"{counted} | {self.tokens_per_s:.1f} tokens/s{self.lengths}"
+        return f"{counted} | {self.speed}{self.lengths}"
 
 
 class Speculating(Core):

@@ -55,7 +55,7 @@ class LimitedStats(DraftedStats):
             limit += " (a CPU does not enforce it)"
         return (
             f"{self.prompt_tokens} + {self.new_tokens} tokens | prefill {self.prefill_s:.3f} s | "
-            f"{self.tokens_per_s:.1f} tokens/s{self.lengths} | {self.resident} of {self.blocks} blocks resident, "
+            f"{self.speed}{self.lengths} | {self.resident} of {self.blocks} blocks resident, "
             f"{budget.shown(self.streamed_bytes)} streamed a pass | {limit}"
         )
 

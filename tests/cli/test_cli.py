@@ -1,7 +1,9 @@
 """The command line starts at once: help, a typo and `show` import nothing that takes time."""
 
 import dataclasses
+import errno
 import json
+import os
 import sys
 from typing import get_type_hints
 
@@ -113,3 +115,31 @@ def test_a_file_without_jobs_says_so(tmp_path, capsys):
     path.write_text("[]")
     assert main(["run", str(path)]) == 0
     assert capsys.readouterr().out == f"no job to run for {path}\n"
+
+
+@pytest.mark.parametrize(
+    "number, said",
+    [
+        (errno.EACCES, "/x/model.safetensors: Permission denied; give this user the right to it, or name another"),
+        (errno.ENOSPC, "/x/model.safetensors: No space left on device; make room, or name one on another file system"),
+        (errno.EROFS, "/x/model.safetensors: Read-only file system; name one on a file system that can be written"),
+    ],
+)
+def test_a_file_that_may_not_be_used_is_a_sentence(number, said, monkeypatch, capsys):
+    """Wherever in a verb it is met; tests run as a user who may read everything."""
+
+    def refused(verb, words):
+        raise OSError(number, os.strerror(number), "/x/model.safetensors")
+
+    monkeypatch.setattr("repro.__main__.run", refused)
+    assert main(["list"]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_other_errors_of_the_system_are_not_blamed_on_the_user(monkeypatch):
+    def broken(verb, words):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/x")
+
+    monkeypatch.setattr("repro.__main__.run", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        main(["list"])

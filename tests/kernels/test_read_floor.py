@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from repro.core.errors import UserError  # noqa: E402
 from repro.engine import output  # noqa: E402
 from repro.engine.output import Stats  # noqa: E402
+from repro.engine.speculating import DraftedStats  # noqa: E402
+from repro.generation.limited import LimitedStats  # noqa: E402
 from repro.kernels import nvrtc, read_floor  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -59,6 +61,16 @@ def test_mbu_of_known_times(monkeypatch):
     assert (found.step_bytes, found.read_rate, found.ms_p50) == pytest.approx((6e9, 4e12, 2.0))
     assert "MBU 0.75 (6,000.0 MB a step over its time over a read rate of 4,000.0 GB/s)" in str(found)
     assert math.isnan(output.measured(CPU, 0.1, [], 0, 6e9).mbu)
+
+
+@pytest.mark.parametrize("kind", [Stats, DraftedStats, LimitedStats])
+def test_what_was_not_measured_is_not_shown_as_a_number(kind, monkeypatch):
+    """One token has no step; an engine whose iterations read two models has no read rate."""
+    monkeypatch.setattr(output, "read_rate", lambda device, nbytes: 4e12)
+    none = kind(**vars(output.measured(CPU, 0.1, [], 0, 6e9, prompt_tokens=4, new_tokens=1)))
+    assert "4 + 1 tokens | prefill 0.100 s | no step after the prefill" in str(none) and "nan" not in str(none)
+    unrated = kind(**vars(output.measured(CPU, 0.1, [2e-3], 1, math.nan, new_tokens=2)))
+    assert "500.0 tokens/s" in str(unrated) and "nan" not in str(unrated) and "MBU" not in str(unrated)
 
 
 def test_no_step_reads_faster_than_the_device():
