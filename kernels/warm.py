@@ -17,7 +17,7 @@ FORM = re.compile(r"w([248])-(?:pc|g(\d+))(-sym)?")  # bits; group, or one scale
 
 
 def warm(
-    products: nn.Module | PackedWeight | Iterable[PackedWeight | Int8Weight | Shape],
+    products: nn.Module | PackedWeight | Int8Weight | Shape | Iterable[PackedWeight | Int8Weight | Shape],
     counts: Sequence[int] = COUNTS,
     dtype: torch.dtype = torch.bfloat16,
     form: str = "w4-g128",
@@ -26,20 +26,25 @@ def warm(
     """Launch `linear.wna16` or `w8a8.w8a8` once for every weight and number of tokens, and wait for it.
 
     Args:
-        products: a model, whose modules are searched for weights; a packed weight; or several, packed ones, int8 codes
-            with their scales, and bare shapes (N, K) among them. What has one form and shape is launched once.
+        products: a model, whose modules are searched for weights; a packed weight, int8 codes with their scales, or a
+            bare shape (N, K); or several of these. What has one form and shape is launched once.
         counts: numbers of tokens that will be asked for.
         dtype: of the activations, float16 or bfloat16.
         form: of bare shapes: `w8a8`, or bits and group as in `w4-g128`, `w8-pc` (a scale a channel), `w4-g64-sym`.
         device: of bare shapes.
 
     Raises:
-        ValueError: another dtype, an unknown form, a shape that does not fit its form.
+        ValueError: another dtype, an unknown form, a shape that does not fit its form, no tokens, nothing to warm.
     """
+    if min(counts, default=0) < 1:
+        raise ValueError(f"warm: counts of tokens are {list(counts)}; give one or more, of at least 1")
     if isinstance(products, nn.Module):
         products = weights_of(products)
-    elif isinstance(products, PackedWeight):
+    elif isinstance(products, PackedWeight) or (isinstance(products, tuple) and is_one(products)):
         products = [products]
+    products = list(products)
+    if not products:
+        raise ValueError("warm: no packed weight and no int8 codes with scales; give weights, or shapes as [(N, K)]")
     done, devices = set(), set()
     for product in products:
         if isinstance(product, tuple) and isinstance(product[0], int):
@@ -65,12 +70,24 @@ def warm(
             torch.cuda.synchronize(used)
 
 
+def is_one(product: tuple) -> bool:
+    """Whether a tuple is a shape (N, K), or int8 codes with their scales, and not several products."""
+    first = product[0] if product else None
+    return isinstance(first, int) or (isinstance(first, Tensor) and first.dtype == torch.int8)
+
+
 def weights_of(model: nn.Module) -> Iterator[PackedWeight | Int8Weight]:
-    """Packed weights that are attributes of a model's modules, and int8 `codes` of those that have `scales`."""
+    """Packed weights of a model's modules, as attributes or in a list or dict, and int8 `codes` beside `scales`."""
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, PackedWeight):
-                yield value
+            several = [value]
+            if isinstance(value, dict):
+                several = list(value.values())
+            elif isinstance(value, list | tuple):
+                several = list(value)
+            for one in several:
+                if isinstance(one, PackedWeight):
+                    yield one
         codes, scales = getattr(module, "codes", None), getattr(module, "scales", None)
         if isinstance(codes, Tensor) and codes.dtype == torch.int8 and isinstance(scales, Tensor):
             yield codes, scales

@@ -291,6 +291,40 @@ def test_bare_shapes_are_warmed_in_the_form_that_is_named(launched):
             warm.warm([(48, 200)], form=form, device="cpu")
 
 
+def test_one_product_needs_no_list(launched):
+    for one in ((48, 256), [(48, 256)], ((48, 256),)):
+        warm.warm(one, (3,), device="cpu")
+        assert launched == [(48, 256, 4, 128, False, 3)]
+        launched.clear()
+    pair = w8a8.quantize_weight(torch.randn(32, 64))
+    for one in (pair, [pair], (pair,)):
+        warm.warm(one, (3,))
+        assert launched == [(32, 64, "w8a8", 3)]
+        launched.clear()
+
+
+def test_weights_in_lists_and_dicts_of_a_module_are_found(launched):
+    model = torch.nn.Module()
+    model.experts, model.by_name = [inputs(1)[1]], {"up": random_weight(48, 512, 4, 64, seed=1)}
+    warm.warm(model, (3,))
+    assert [(columns, count) for _, columns, *_, count in launched] == [(256, 3), (512, 3)]
+
+
+@pytest.mark.parametrize("nothing", [torch.nn.Linear(8, 8), [], ()], ids=["dense", "list", "tuple"])
+def test_nothing_to_warm_is_said(nothing):
+    with pytest.raises(
+        ValueError, match="^warm: no packed weight and no int8 codes with scales; give weights, or shapes"
+    ):
+        warm.warm(nothing)
+
+
+@pytest.mark.parametrize("counts", [(), (0,), (1, -1)])
+def test_numbers_of_tokens_are_at_least_one(counts, launched):
+    with pytest.raises(ValueError, match="^warm: counts of tokens are "):
+        warm.warm((48, 256), counts, device="cpu")
+    assert not launched
+
+
 def test_a_model_is_warmed_with_packed_and_int8_weights(launched):
     model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Module(), torch.nn.Module()])
     model[1].packed = inputs(1)[1]
