@@ -385,7 +385,7 @@ def remarks(results: TableResults) -> list[str]:
             parts.update(m.protocol.split("; "))
         groups = "; ".join(sorted(parts - {""}))
         out += filter(None, [(read + groups + "." * bool(groups)).rstrip()])
-        out.append(f"Measured on {'; '.join(_origins(ran))}.")
+        out.append(f"Measured on {'; '.join(origins(ran))}.")
     missing = sorted({m.note for m in cells if m.status in ("unsupported", "diverged", "oom") and m.note})
     out += [f"Not possible: {note}." for note in missing]
     absent = {measured_cell.lacking for measured_cell in results.by_key.values()} - {""}
@@ -397,7 +397,7 @@ def remarks(results: TableResults) -> list[str]:
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
 
 
-def _origins(cells: Sequence[Measurement]) -> list[str]:
+def origins(cells: Sequence[Measurement]) -> list[str]:
     """Each device with the commits (ten digits) at which it measured."""
     commits: dict[str, set[str]] = {}
     for m in cells:

@@ -179,5 +179,10 @@ def _markdown(title: str, spec: FigureSpec, measurements: Sequence[Measurement])
         where = ", ".join(filter(None, (m.row, m.model, m.col)))
         unit = m.unit if m.value is not None else ""
         lines.append(f"- {where}: {content.measured_text(m)} {unit}".rstrip())
-    origin = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in measurements if m.source and m.device)
-    return "\n".join([*lines, "", f"Measured on {'; '.join(origin) or 'nothing yet'}.", ""])
+    return "\n".join([*lines, "", measured_on(measurements), ""])
+
+
+def measured_on(measurements: Sequence[Measurement]) -> str:
+    """The devices and commits of the measured cells of a figure, as a sentence."""
+    measured = [m for m in measurements if m.source and m.device]
+    return f"Measured on {'; '.join(content.origins(measured)) or 'nothing yet'}."

@@ -34,7 +34,7 @@ HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 
 def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
-    """Write a paper's page, one of each of its tables that is measured in `docs/<paper>/`, and its picture, if any.
+    """Write a paper's page and its picture, and in `docs/<paper>/` one of each measured table and one of its figures.
 
     All of it comes from accepted results: of a workflow of these alone (`Workflow.of_results`) what it has computed.
 
@@ -47,6 +47,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     scale = flow.scale
     flow = flow if flow.is_of_results else Workflow.of_results(scale)
     grids = _grids(flow, paper, out)
+    figures = _figures(flow, paper, out)
     judged = table_results.judged(flow, own_numbers.claims_of(paper))
     tables_shown: set[str] = set()
     for claim in judged:
@@ -60,6 +61,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         "measured": content.measured,
         "picture": _picture(flow, paper, out),
         "grids": [_link(paper, number) for number in grids],
+        "figures": [f"[Figure {number}]({paper}/figures.md#figure-{number})" for number in figures],
         "notes": _notes(paper),
         "ablated": any(claim.spec.ablations for claim in judged),
         "verdicts": _verdicts(flow, paper, judged, grids),
@@ -107,6 +109,39 @@ def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
         if outdated.stem.removeprefix("table") not in written:
             outdated.unlink()
     return written
+
+
+def _figures(flow: Workflow, paper: str, out: Path) -> list[str]:
+    """Draw every data figure of which something is measured here, on a page of its own; return their numbers."""
+    folder = out / paper
+    head = f"# {paper}, figures\n\n[All of this paper, and its words](../{paper}.md). Drawn from stored results, by "
+    head += f"`make docs/{paper}.md`; `make figures/{paper}/figure<N>.svg` writes one with its points as CSV."
+    sections = [head]
+    numbers = []
+    for number in _figure_numbers(paper):
+        measurements = table_results.table_results(flow, paper, number, "figure").measurements
+        if not any(m.status in MEASURED for m in measurements):
+            continue
+        spec = drawn.figure(paper, number)
+        figure_files.draw(flow, f"{paper}/figure{number}", [folder / f"figure{number}.svg"])
+        image = f"![{spec.title}](figure{number}.svg)"
+        printed = f"{spec.title}. Printed: {spec.printed or 'no numbers'}. {figure_files.measured_on(measurements)}"
+        sections.append(f"## Figure {number}\n\n{image}\n\n{printed}")
+        numbers.append(number)
+    if numbers:
+        write_text(folder / "figures.md", "\n\n".join(sections) + "\n")
+    for old in sorted(folder.glob("figure*.svg")):
+        if old.stem.removeprefix("figure") not in numbers:
+            old.unlink()
+    return numbers
+
+
+def _figure_numbers(paper: str) -> list[str]:
+    """The numbers of a paper's data figures that have a spec, of those in parts these of the parts."""
+    numbers = []
+    for figure in papers.data_figures(paper):
+        numbers += [figure.number, *figure.parts]
+    return [number for number in numbers if drawn.path_of(paper, number).is_file()]
 
 
 def _notes(paper: str) -> dict[str, list[str]]:

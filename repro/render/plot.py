@@ -63,7 +63,7 @@ def smaller(svg: str) -> str:
     """The same picture in fewer bytes.
 
     Coordinates are rounded, nothing is indented, a path is a line and each style is named once; ids are short, groups
-    that say nothing are gone, and lines of one look are one path.
+    that say nothing are gone, rectangles are named by their sides, and lines of one look are one path.
     """
     svg = re.sub(r"\n +<", "\n<", rounded(svg))
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r" *\n", "", path[0]), svg)
@@ -75,7 +75,7 @@ def smaller(svg: str) -> str:
     svg = re.sub(r' style="([^"]*)"', named, svg)
     rules = "".join(f"\n.{name}{{{style}}}" for style, name in classes.items())
     svg = svg.replace("</style>", f"{rules}</style>", 1)
-    return _joined_lines(_short_ids(_without_bare_groups(svg)))
+    return _joined_lines(_short_rectangles(_short_ids(_without_bare_groups(svg))))
 
 
 def _without_bare_groups(svg: str) -> str:
@@ -100,6 +100,13 @@ def _short_ids(svg: str) -> str:
         return reference[1] + numbers.get(reference[2], reference[2])
 
     return re.sub(r'( id="|href="#|url\(#)([^")]+)', short, svg)
+
+
+def _short_rectangles(svg: str) -> str:
+    """With rectangles, such as bars and the cells of a map, by their sides."""
+    number = r"(-?[\d.]+)"
+    corners = rf"M {number} {number}L {number} \2L \3 {number}L \1 \4(?:L \1 \2)?z?(?=\")"
+    return re.sub(corners, r"M \1 \2H \3V \4H \1z", svg)
 
 
 def _joined_lines(svg: str) -> str:
@@ -328,6 +335,7 @@ def surface(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
                 colours = axis.pcolormesh(
                     coordinates, coordinates, square, vmin=low, vmax=high, shading="nearest", cmap="viridis"
                 )
+                colours.set_clip_on(False)  # its cells end where the axes do
                 axis.contour(coordinates, coordinates, square, levels=8, colors="white", linewidths=0.5)
                 axis.set_aspect("equal")
                 axis.set_xlabel(x)

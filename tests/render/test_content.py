@@ -370,7 +370,7 @@ def test_devices_are_named_with_their_commits():
     m = Measurement("p", "table", "1", "r", "c", "m", "ppl", device="H200", commit=f"{whole} + {short}")
     other = dataclasses.replace(m, device="CPU", commit=short)
     same = dataclasses.replace(m, commit=whole)
-    assert content._origins([m, other, same]) == ["CPU, commit 2e8859e306+", "H200, commits 2e8859e306+, 3359d512c4"]
+    assert content.origins([m, other, same]) == ["CPU, commit 2e8859e306+", "H200, commits 2e8859e306+, 3359d512c4"]
 
 
 def test_a_column_without_any_value_is_a_line_below_the_table(world):

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,7 +92,21 @@ def test_the_committed_grids_are_those_of_the_results(paper, request):
     assert built.keys() == committed.keys()
     changed = [name for name in built if built[name] != committed[name]]
     assert not changed, f"docs/{paper}/{changed}: rebuild with python -m repro make docs/{paper}.md"
-    assert set(re.findall(rf"\]\({paper}/(table\d+\.md)\)", text)) == built.keys()
+    assert set(re.findall(rf"\]\({paper}/(table\d+\.md)\)", text)) == {name for name in built if name[:5] == "table"}
+
+
+@pytest.mark.parametrize("paper", papers.PAPERS)
+def test_every_data_figure_is_drawn_on_one_page_and_linked(paper, request):
+    others = request.getfixturevalue("of_others")
+    text, folder = others[paper] if paper in others else request.getfixturevalue(paper)
+    numbers = page._figure_numbers(paper)
+    assert {re.match(r"\d+", number)[0] for number in numbers} == {one.number for one in papers.data_figures(paper)}
+    shown = (folder / paper / "figures.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## Figure (\w+)$", shown, re.MULTILINE) == numbers
+    assert re.findall(r"^!\[.+\]\(figure(\w+)\.svg\)$", shown, re.MULTILINE) == numbers
+    assert re.findall(rf"\]\({paper}/figures\.md#figure-(\w+)\)", text) == numbers
+    assert {path.stem.removeprefix("figure") for path in (folder / paper).glob("*.svg")} == set(numbers)
+    assert "nothing yet" not in shown and shown.count("Measured on ") == len(numbers)
 
 
 def _files(folder):
@@ -111,6 +126,14 @@ def test_the_grid_of_a_table_that_is_not_measured_any_more_goes(stored, tmp_path
     (tmp_path / "flexquant" / "table99.md").write_text("old", encoding="utf-8")
     page._grids(stored, "flexquant", tmp_path)
     assert not (tmp_path / "flexquant" / "table99.md").exists()
+
+
+def test_a_figure_of_which_nothing_is_measured_is_not_on_the_page(flow, tmp_path, monkeypatch):
+    (tmp_path / "spqt").mkdir()
+    (tmp_path / "spqt" / "figure7.svg").write_text("old", encoding="utf-8")
+    monkeypatch.setattr(page.table_results, "table_results", lambda *_: SimpleNamespace(measurements=()))
+    assert page._figures(flow, "spqt", tmp_path) == []
+    assert not any((tmp_path / "spqt").iterdir())
 
 
 def test_what_was_asked_once_is_remembered_by_results_alone(flow):

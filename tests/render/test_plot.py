@@ -128,6 +128,13 @@ def test_a_picture_is_written_with_each_style_once_and_a_path_a_line():
     assert plot.smaller(svg) == want == plot.smaller(want)
 
 
+def test_a_rectangle_is_written_by_its_sides():
+    svg = '<svg><style></style>\n<path d="M 1 9L 5 9L 5 2L 1 2z"/>\n<path d="M 1 9L 5 9L 5 2L 1 2L 1 9"/>\n'
+    svg += '<path d="M 1 9L 5 9L 5 2L 1 3z"/>\n</svg>\n'  # no rectangle
+    sides = '<path d="M 1 9H 5V 2H 1z"/>\n'
+    assert plot.smaller(svg) == f'<svg><style></style>\n{sides}{sides}<path d="M 1 9L 5 9L 5 2L 1 3z"/>\n</svg>\n'
+
+
 def test_a_picture_has_short_names_and_no_group_that_says_nothing():
     svg = '<svg><style></style>\n<defs>\n<path id="m0123456789" d="M 0 1" style="fill: #123456"/>\n</defs>\n'
     svg += (
