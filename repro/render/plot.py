@@ -179,6 +179,7 @@ def lines(
                     axis.set_xscale("log")
                 if small:
                     axis.set_yscale("symlog", linthresh=small)
+                    axis.autoscale(axis="y")  # else the room above the highest point is that of a linear axis: none
             if gap:
                 axes[0].set_ylim(bottom=gap[1])
                 axes[-1].set_ylim(top=gap[0])

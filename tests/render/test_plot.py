@@ -128,6 +128,15 @@ def test_a_picture_is_written_with_each_style_once_and_a_path_a_line():
     assert plot.smaller(svg) == want == plot.smaller(want)
 
 
+def test_the_highest_point_of_a_logarithmic_axis_has_room_above_it(tmp_path, monkeypatch):
+    drawn_axes = []
+    monkeypatch.setattr(plot, "save", lambda figure, path: drawn_axes.extend(figure.axes))
+    panels = {"m": {"a": [(1e-4, -2e-4, None, None), (1e-2, 0.14, None, None)]}}
+    plot.loglog(panels, "t", "x", "y", tmp_path / "f.svg")
+    low, high = drawn_axes[0].get_ylim()
+    assert high > 1.5 * 0.14 and low < -2e-4
+
+
 def test_a_rectangle_is_written_by_its_sides():
     svg = '<svg><style></style>\n<path d="M 1 9L 5 9L 5 2L 1 2z"/>\n<path d="M 1 9L 5 9L 5 2L 1 2L 1 9"/>\n'
     svg += '<path d="M 1 9L 5 9L 5 2L 1 3z"/>\n</svg>\n'  # no rectangle
