@@ -426,12 +426,15 @@ def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float
 def known(config: dict, rows: int, columns: int, group: int = 128) -> bool:
     """Whether the columns of a weight are a constant of its source: asked for, and nothing ends within a tile.
 
-    With `wgmma` only the columns have to, and those of a thread block: in whole stages and groups.
+    With `wgmma` only the columns have to, and those of a thread block: in whole stages and groups. Groups of 32 have
+    more scales than four warpgroups have registers for beside an unrolled loop: products would wait for each other.
     """
     if "KNOWN" not in config:
         return False
     if "RT" in config:
         return rows % (16 * config["RT"] * config["WR"]) == 0 and columns % config["KS"] == 0
+    if 0 < group < 64:
+        return False
     stage = config.get("KS", MULTICAST_STAGE)
     return columns % stage == 0 and (group <= stage or columns % (config["SPLIT"] * group) == 0)
 

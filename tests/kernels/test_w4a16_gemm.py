@@ -141,7 +141,7 @@ KNOWN_WGMMA_CASES = [
     (4, 128, False, "bfloat16", 64, 100, 1536, (2, 64, 128, 3, 6, 1), 1),
     (4, 64, False, "float16", 25, 200, 1344, (2, 32, 64, 4, 3, 3), 1),
     (4, 64, True, "float16", 19, 128, 1024, (1, 24, 256, 2, 4, 1), 0),
-    (4, 32, False, "bfloat16", 9, 64, 1280, (1, 16, 128, 2, 3, 2), 0),
+    (4, 64, False, "bfloat16", 9, 64, 1280, (1, 16, 128, 2, 3, 2), 0),
     (2, 0, False, "bfloat16", 9, 64, 1024, (1, 24, 128, 3, 3, 2), 0),
     (8, 128, False, "float16", 41, 64, 1024, (1, 48, 64, 4, 4, 2), 0),
 ]
@@ -258,6 +258,7 @@ def test_columns_are_a_constant_where_stages_and_groups_divide_them():
     multicast = dict(zip(w4a16_gemm.MULTICAST_CONSTANTS, (2, 6, 3, 2, 1))) | {"KNOWN": 1}
     cases = (
         (wgmma, 130, 640, 128, True), (wgmma, 128, 640 + 64, 64, False), (wgmma, 128, 640, 0, True),
+        (wgmma, 128, 640, 32, False),
         (narrow, 128, 640, 64, True), (narrow, 128, 640, 128, False), (narrow, 128, 768, 128, True),
         (multicast, 130, 640, 128, True), (multicast, 128, 640 + 64, 64, False),
     )  # fmt: skip
