@@ -16,7 +16,9 @@ The head is split by tokens: a greedy step exchanges each rank's best logit and 
 `peers`, else by an all-reduce that takes the largest. Logits are gathered where somebody asks for them.
 """
 
+import multiprocessing
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -31,13 +33,14 @@ from repro.engine.corrected import Compensated
 from repro.engine.decoding import Steps
 from repro.engine.step import Decoder
 from repro.engine.weights import LAYERS, Dense, Packed
-from repro.kernels import row_parallel, vocabulary_argmax
+from repro.kernels import nvrtc, row_parallel, vocabulary_argmax
 from repro.kernels.compensated_gemv import hidden_of, parts
 from repro.kernels.row_parallel import Address
 from repro.methods.spear.compensator import Compensator, gate
 
 Way = Literal["plain", "separate", "joined", "peers"]
 ROW_PARALLEL = ("out", "down")
+COMPILERS = 12  # processes of a rank that compile kernels, 1.5 s each
 SIDES = 2  # memories that products use in turn
 
 
@@ -319,6 +322,19 @@ def loads(model: Decoder, ranks: int, device: torch.device, dtype: torch.dtype) 
                 known.add(key)
                 calls += row_parallel.loads(packed, R, hidden, counts, stride, dtype, device)
     return calls + vocabulary_argmax.loads((1, ranks), dtype, device)
+
+
+def compile_on_ranks(calls: Sequence[Callable[[], object]]) -> None:
+    """Compile what `loads` gives into the cache, each kernel on one of all ranks, and wait for the others.
+
+    Else every rank would compile all of them, one by one.
+    """
+    mine = nvrtc.jobs_of(calls)[dist.get_rank() :: dist.get_world_size()]
+    left = [job for job in mine if not nvrtc.is_compiled(job)]
+    if left:
+        with ProcessPoolExecutor(min(COMPILERS, len(left)), multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(nvrtc.compile_job, left))
+    dist.barrier()
 
 
 def of_own(product: nn.Module, way: Way) -> nn.Module:

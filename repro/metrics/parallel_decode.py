@@ -14,9 +14,7 @@ interleaved rounds: within a round their ratio is of one pace.
 
 import gc
 import math
-import multiprocessing
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from repro.engine.random_shape import random_decoder
 from repro.engine.shapes import SHAPES
 from repro.engine.step import Decoder
 from repro.jobs.target import Target
-from repro.kernels import nvrtc
 from repro.metrics import shape_decode
 from repro.metrics.metric import Metric, check_gpu
 from repro.recipes.recipe import parse
@@ -43,7 +40,6 @@ from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
 DEGREES = (2, 3, 4)  # ranks
-COMPILERS = 12  # processes of a rank that compile kernels, 1.5 s each
 COMPENSATED = f"{shape_decode.W4} + spear(placement=random, k_share={{k_share}}, rank={{rank}})"
 HOW = {  # a recipe, how partial sums are added up (`engine/parallel.py`), and whether a step is launched by the host
     "bf16": ("fp16", "plain", False),
@@ -184,17 +180,12 @@ def times(options: Mapping[str, Any], device: torch.device) -> dict[str, list[fl
 
 
 def compile_together(options: Mapping[str, Any], device: torch.device) -> None:
-    """Compile kernels into the cache, each on one rank: else every rank would compile all of them, one by one."""
+    """Compile the kernels of all degrees before anything is timed."""
     calls = []
     for degree in options["degrees"]:
         part = rank_decoder(options["shape"], options["recipes"]["spear"], 0, degree, 1, torch.device("meta"))
         calls += parallel.loads(part, degree, device, torch.bfloat16)
-    mine = nvrtc.jobs_of(calls)[dist.get_rank() :: dist.get_world_size()]
-    left = [job for job in mine if not nvrtc.is_compiled(job)]
-    if left:
-        with ProcessPoolExecutor(min(COMPILERS, len(left)), multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(nvrtc.compile_job, left))
-    dist.barrier()
+    parallel.compile_on_ranks(calls)
 
 
 def times_of_degree(options: Mapping[str, Any], link: Group, device: torch.device) -> dict[str, list[float]]:

@@ -87,6 +87,8 @@ def compared(given, device):
         model = decoder(shape, recipe, device)
         want, _, _ = logits(model, False)
         own = sharding.shard(model, link.rank, link.ranks)
+        if "spear" in recipe:
+            parallel.compile_on_ranks(parallel.loads(own, link.ranks, device, torch.bfloat16))
         for way in ways:
             part = parallel.parallel(own, link, way)
             for captured in (False, True):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from repro.core.errors import NotMeasurable, UserError
-from repro.engine import ranks
+from repro.engine import parallel, ranks
 from repro.engine.parallel import Group, RowParallel
 
 
@@ -88,3 +88,35 @@ def test_too_few_gpus_are_one_sentence(monkeypatch):
     with pytest.raises(NotMeasurable, match="over 4 ranks needs 4 GPUs, and 1 can be seen here; run it without --gpus"):
         ranks.gpus_for(4)
     ranks.gpus_for(1)
+
+
+def shared_out(given, device):
+    """Which kernels each rank compiles, of five of which the second is in the cache."""
+    compiled = []
+
+    class Pool:
+        def __init__(self, workers, context):
+            assert 1 <= workers <= 3, "no more than there are kernels"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def map(self, call, jobs):
+            return map(call, jobs)
+
+    parallel.ProcessPoolExecutor = Pool
+    parallel.nvrtc.jobs_of = lambda calls: [call() for call in calls]
+    parallel.nvrtc.is_compiled = lambda job: job == "b"
+    parallel.nvrtc.compile_job = compiled.append
+    parallel.compile_on_ranks([lambda name=name: name for name in given["names"]])
+    of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, compiled)
+    return of_all
+
+
+@pytest.mark.parametrize("names, compiled", [("abcde", [["a", "c", "e"], ["d"]]), ("b", [[], []])])
+def test_ranks_share_out_what_is_compiled(names, compiled):
+    assert ranks.run(shared_out, {"names": list(names)}, 2, "cpu") == compiled
