@@ -112,10 +112,20 @@ def _switched(engine: "SwitchingEngine", prompt: str, sampling: dict[str, Any]) 
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """The text to continue: the argument, a file's content, or standard input."""
+    """The text to continue: the argument, which may be empty, a file's content, or standard input.
+
+    Raises:
+        UserError: a file or standard input without text, or that cannot be read.
+    """
+    if args.prompt is not None:
+        return args.prompt
     try:
         named = f"--file {args.file}"
         stream = sys.stdin if args.file is None else regular(args.file, named).open(encoding="utf-8")
-        return stream.read().removesuffix("\n") if args.prompt is None else args.prompt
+        text = stream.read().removesuffix("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--file {args.file or '-'}: no text that can be read ({error})") from None
+    if not text:
+        where = "standard input" if args.file is None else named
+        raise UserError(f'{where}: no text to continue; give a prompt, or "" to begin a text')
+    return text

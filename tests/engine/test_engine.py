@@ -671,6 +671,17 @@ def test_the_command_streams_text_and_ends_with_numbers(engine, capsys, monkeypa
         assert "tokens/s" in numbers and "MBU" in numbers and "p99" in numbers
 
 
+@pytest.mark.parametrize("given", ["", "\n"])
+def test_nothing_on_standard_input_or_in_a_file_is_no_prompt(given, capsys, monkeypatch, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text(given)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+    for more, where in ((["--file", str(path)], f"--file {path}"), ([], "standard input")):
+        assert main(["generate", "--model", "pocket-3m", *more]) == 2
+        said = f'error: {where}: no text to continue; give a prompt, or "" to begin a text\n'
+        assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
