@@ -191,7 +191,9 @@ def layout_rows(before: dict[str, dict], after: dict[str, dict]) -> list[list[st
         cells = []
         for name in after:
             old, new = get(before[name]), get(after[name])
-            verdict = "" if met is None else (", met" if met(old, new) else ", **missed**")
+            verdict = ""
+            if met is not None:
+                verdict = ", met" if met(old, new) else ", **missed**"
             cells.append(f"{sign}{old} → {sign}{new}{verdict}")
         return [label, target, *cells]
 

@@ -360,7 +360,9 @@ def _classes(flow: Workflow, paper: str) -> str:
         if not all(by_key[key].measurement.status in MEASURED for key in mine):
             continue
         of = {key: by_key[key].quantity for key in mine}
-        classes, texts, measures = (list(dict.fromkeys(key[i] for key in mine)) for i in (0, 1, 3))
+        classes = list(dict.fromkeys(key[0] for key in mine))
+        texts = list(dict.fromkeys(key[1] for key in mine))
+        measures = list(dict.fromkeys(key[3] for key in mine))
         readings = [(texts[0], *measures[2:]), *((text, *measures[:2]) for text in texts[1:])]
         for text, damage, gain in readings:
             first = (texts[0], measures[0]), (texts[0], measures[1])
@@ -369,7 +371,8 @@ def _classes(flow: Workflow, paper: str) -> str:
             for i, row in enumerate(classes):
                 for letter, (col, metric) in compared.items():
                     parts[f"{letter}{i}"] = of[row, col, model, metric]
-            loss_damage, kl_damage = (" + ".join(f"{letter}{i}" for i in range(len(classes))) for letter in "gh")
+            loss_damage = " + ".join(f"g{i}" for i in range(len(classes)))
+            kl_damage = " + ".join(f"h{i}" for i in range(len(classes)))
             terms = [f"100 * (r{i} / ({loss_damage}) - s{i} / ({kl_damage}))" for i in range(len(classes))]
             values = [compose(term, parts).interval() for term in [" + ".join(terms), *terms]]
             most = max(values[1:], key=lambda measured: abs(measured.value))

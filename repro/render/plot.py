@@ -1,5 +1,6 @@
 """Figures as SVG and PDF, byte for byte the same for the same numbers."""
 
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -222,8 +223,17 @@ def _series(axis: Axes, points: Sequence[Point], joined: bool, look: Mapping[str
         style["marker"] = ""
     ends = None
     if any(point[2] is not None for point in points):
-        ends = [[abs(p[1] - (p[k] if p[k] is not None else p[1])) for p in points] for k in (2, 3)]
+        ends = [_distances(points, 2), _distances(points, 3)]
     return axis.errorbar([point[0] for point in points], [point[1] for point in points], ends, **style)
+
+
+def _distances(points: Sequence[Point], bound: int) -> list[float]:
+    """How far an end of each point's interval, its entry `bound`, is from its y; 0 where it has none."""
+    distances = []
+    for point in points:
+        end = point[bound]
+        distances.append(0.0 if end is None else abs(point[1] - end))
+    return distances
 
 
 def _axes(figure: plt.Figure, place: SubplotSpec, gap: tuple[float, float] | None) -> list[Axes]:
@@ -486,15 +496,17 @@ class RowOfBars:
 
 def _rows_of_bars(name: str, panel: Mapping[str, Sequence[Point]]) -> list[RowOfBars]:
     """The rows of a panel: one, or two of more than 8 places; none without a point."""
-    groups = {series: {point[0]: point for point in points} for series, points in panel.items()}
+    groups = {}
+    for series, points in panel.items():
+        groups[series] = {point[0]: point for point in points}
     places = list(dict.fromkeys(chain(*groups.values())))
     if not places:
         return []
     high = max(max(point[1], point[3] or point[1]) for point in chain(*panel.values()))
-    places_per_row = -(-len(places) // (2 if len(places) > 8 else 1))
-    return [
-        RowOfBars(name, places[i : i + places_per_row], groups, high) for i in range(0, len(places), places_per_row)
-    ]
+    rows = 2 if len(places) > 8 else 1
+    places_per_row = math.ceil(len(places) / rows)
+    starts = range(0, len(places), places_per_row)
+    return [RowOfBars(name, places[start : start + places_per_row], groups, high) for start in starts]
 
 
 def roofline(

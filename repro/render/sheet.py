@@ -166,11 +166,17 @@ def markdown(sheet: Sheet) -> str:
     return "\n".join([f"**{sheet.title}**", "", *lines, *(f"\n{note}" for note in sheet.notes), ""])
 
 
+def _cells_of(line: str) -> list[str]:
+    """The cells of a line of a Markdown table, in which `\\|` is no border."""
+    cells = re.findall(r"((?:\\.|[^|\\])*)\|", line[1:])
+    return [cell.strip() for cell in cells]
+
+
 def read_markdown(text: str) -> Sheet:
     """The sheet that `markdown` wrote."""
     title, _, *lines = text.splitlines()
     table = lines[: next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))]
-    raw, rule, *body = [[cell.strip() for cell in re.findall(r"((?:\\.|[^|\\])*)\|", line[1:])] for line in table]
+    raw, rule, *body = [_cells_of(line) for line in table]
     if not all(re.fullmatch("-+:?", part) for part in rule) or {len(cells) for cells in [rule, *body]} != {len(raw)}:
         raise ValueError("its lines have different numbers of cells")
     left = sum(not part.endswith(":") for part in rule)

@@ -173,10 +173,14 @@ def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
         rows.append([model])
         for name, cells in sorted(recipes.items(), key=lambda item: _bits(item[1])):
             against = ratios.get((model, name))
-            shown = content.measured_text(replace(next(iter(cells.values())), unit="ppl"), against) if against else "–"
-            first = shown.partition(";")[0]
-            rows.append([name, first, *(content.measured_text(cells[c]) if c in cells else "–" for c in labels)])
-            lines += [[model, name, c, *(text(x) for x in (m.value, m.lo, m.hi))] for c, m in cells.items()]
+            ratio = "–"
+            if against:
+                perplexity = replace(next(iter(cells.values())), unit="ppl")
+                ratio = content.measured_text(perplexity, against).partition(";")[0]
+            values = [content.measured_text(cells[label]) if label in cells else "–" for label in labels]
+            rows.append([name, ratio, *values])
+            for column, cell in cells.items():
+                lines.append([model, name, column, text(cell.value), text(cell.lo), text(cell.hi)])
     title = f"Every recipe, evaluated alike. Scale {flow.scale.name}: {flow.scale.about}"
     remark = "× is perplexity over full precision on the same windows; BPW stored bits a block weight; "
     remark += "MB the whole model."

@@ -18,6 +18,7 @@ in nats, which moves before accuracy does, and where accuracy is at chance.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -494,6 +495,5 @@ def _check(claim: tables.ClaimSpec) -> None:
 
 
 def _why(cells: Sequence[Measurement]) -> str:
-    missing = [m for m in cells if m.status not in MEASURED]
-    counts = {s: sum(m.status == s for m in missing) for s in dict.fromkeys(m.status for m in missing)}
+    counts = Counter(m.status for m in cells if m.status not in MEASURED)
     return ", ".join(f"{n} of {len(cells)} cells {_reason(status)}" for status, n in counts.items())
