@@ -5,6 +5,7 @@ another scale that this one does not give. A key named after a kind of cell hold
 written before the accepted runs that they judge.
 """
 
+import difflib
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from repro import papers
 from repro.core.errors import UserError, shortened, unknown
 from repro.core.files import HOME
 from repro.core.strict import build, convert, load_yaml, shown
@@ -21,6 +23,7 @@ from repro.metrics import KINDS
 from repro.recipes.recipe import parse
 from repro.specs.scale_files import file_of, names  # noqa: F401  asked for here too
 
+SHAPES = Path(__file__).parents[1] / "engine" / "shapes.yaml"  # by name; the engine itself imports torch
 POOLS = 2**20  # seeds from here on are draws of training pools
 
 
@@ -342,7 +345,37 @@ def _build(data: Mapping[str, Any], where: str) -> Scale:
             protocols[kind] = None if protocol is None else build(metric.PROTOCOL, protocol, f"{where}: {kind}")
     if "protocols" in merged:
         raise UserError(f"{where}: {unknown('key', 'protocols', {*merged, *protocols} - {'protocols'})}")
-    return replace(build(Scale, merged, where), protocols=protocols)
+    scale = replace(build(Scale, merged, where), protocols=protocols)
+    _check_spelling(scale.models, where)
+    return scale
+
+
+NEARLY = 0.8  # how alike two spellings are, of 1, where one is taken for a slip of the other
+
+
+def _check_spelling(models: Mapping[str, str], where: str) -> None:
+    """Raise where a key is nearly the name of a paper's model, but no name: its stand-in would stand for nothing.
+
+    Names of one's own, for specs of one's own, are free.
+    """
+    known = _named_models()
+    for name in models:
+        if name in known or not difflib.get_close_matches(name, known, n=1, cutoff=NEARLY):
+            continue
+        specs = (HOME / "tables").glob("**/*.yaml")
+        if not any(name in path.read_text(encoding="utf-8") for path in specs):
+            raise UserError(f"{where}: models: {unknown('model', name, known)}")
+
+
+@cache
+def _named_models() -> frozenset[str]:
+    """The models that papers print, in every spelling, and those with a public shape."""
+    pinned, spellings = hub_models()
+    found = {*pinned, *spellings, *load_yaml(SHAPES)}
+    for paper in papers.PAPERS:
+        for table in papers.tables(paper):
+            found |= {cell.model for cell in papers.printed(paper, table) if cell.model}
+    return frozenset(found)
 
 
 def _over_base(data: Mapping[str, Any], where: str, above: tuple[str, ...] = ()) -> dict[str, Any]:

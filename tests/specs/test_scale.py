@@ -200,3 +200,25 @@ def test_what_is_wrong_in_a_configfile_is_named(config):
         load({"base": "pocket", "name": "mine", "modles": {}})
     with pytest.raises(UserError, match="^the scale given by --configfile: base: unknown scale 'gpu'"):
         load({"base": "gpu", "name": "mine"})
+
+
+@pytest.mark.parametrize("slip", ["Llama-3.2-1b", "Llama3.2-1B-", "Llama-9.2-1B", "Mistral-7b"])
+def test_a_model_that_is_spelled_nearly_as_a_printed_one_is_refused(slip):
+    """Its stand-in would be shown nowhere, and nothing would be said."""
+    with pytest.raises(UserError, match=f"models: unknown model '{slip}'; did you mean '(Llama|Mistral)"):
+        load({"models": {slip: "pocket-3m"}})
+
+
+@pytest.mark.parametrize("own", ["mine", "our-tiny", "Qwen2.5-1.5B", "Llama-3.2-1B"])
+def test_names_of_ones_own_and_of_shapes_are_free(own):
+    assert load({"models": {own: "pocket-3m"}}).models[own] == "pocket-3m"
+
+
+def test_a_name_in_a_spec_of_ones_own_is_free(tmp_path, monkeypatch):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "own.yaml").write_text("models: [Llama-3.2-1C]")
+    at = load()
+    with pytest.raises(UserError, match="unknown model"):
+        scale._check_spelling({"Llama-3.2-1C": "pocket-3m"}, "here")
+    monkeypatch.setattr(scale, "HOME", tmp_path)
+    scale._check_spelling({**at.models, "Llama-3.2-1C": "pocket-3m"}, "here")
