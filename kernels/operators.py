@@ -78,11 +78,11 @@ class WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401
         """Raise RuntimeError."""
-        found = []
-        given = next(gradient for gradient in gradients if gradient is not None)
+        of_inputs = []
+        gradient = next(one for one in gradients if one is not None)
         for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True):
-            found.append(torch.ops.lowbit.no_gradient(given, tensor, ctx.name) if needed else None)
-        return tuple(found)
+            of_inputs.append(torch.ops.lowbit.no_gradient(gradient, tensor, ctx.name) if needed else None)
+        return tuple(of_inputs)
 
 
 def is_recorded(values: Iterable[Any]) -> bool:
