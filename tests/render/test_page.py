@@ -82,11 +82,17 @@ def of_others(stored, tmp_path_factory):
     return {paper: (page.build(stored, paper, folder), folder) for paper in ("flexquant", "spqt", "subspec")}
 
 
-@pytest.mark.parametrize("paper", papers.PAPERS)
-def test_the_committed_grids_are_those_of_the_results(paper, request):
-    """Every measured table has a page that is linked; those that are gone have none."""
+@pytest.fixture
+def page_of_paper(paper, request):
+    """The page of the parameter `paper` as text, and the folder that it was written to."""
     others = request.getfixturevalue("of_others")
-    text, folder = others[paper] if paper in others else request.getfixturevalue(paper)
+    return others[paper] if paper in others else request.getfixturevalue(paper)
+
+
+@pytest.mark.parametrize("paper", papers.PAPERS)
+def test_the_committed_grids_are_those_of_the_results(paper, page_of_paper):
+    """Every measured table has a page that is linked; those that are gone have none."""
+    text, folder = page_of_paper
     assert (ROOT / "docs" / f"{paper}.md").read_text(encoding="utf-8") == text, f"rebuild docs/{paper}.md"
     built, committed = (_files(at / paper) for at in (folder, ROOT / "docs"))
     assert built.keys() == committed.keys()
@@ -96,9 +102,8 @@ def test_the_committed_grids_are_those_of_the_results(paper, request):
 
 
 @pytest.mark.parametrize("paper", papers.PAPERS)
-def test_every_data_figure_is_drawn_on_one_page_and_linked(paper, request):
-    others = request.getfixturevalue("of_others")
-    text, folder = others[paper] if paper in others else request.getfixturevalue(paper)
+def test_every_data_figure_is_drawn_on_one_page_and_linked(paper, page_of_paper):
+    text, folder = page_of_paper
     numbers = page._figure_numbers(paper)
     assert {re.match(r"\d+", number)[0] for number in numbers} == {one.number for one in papers.data_figures(paper)}
     shown = (folder / paper / "figures.md").read_text(encoding="utf-8")
@@ -267,16 +272,15 @@ def test_every_claim_of_a_paper_has_a_line_with_a_verdict_or_what_is_known_inste
 
 
 @pytest.mark.parametrize("paper", papers.PAPERS)
-def test_every_finding_of_the_audit_is_a_footnote_that_is_named(stored, tmp_path, paper, spear):
+def test_every_finding_of_the_audit_is_a_footnote_that_is_named(paper, page_of_paper):
     """For any paper by its name."""
-    text = spear[0] if paper == "spear" else page.build(stored, paper, tmp_path)
+    text, folder = page_of_paper
     result = {one.id for one in papers.audit(paper)}
     defined = re.findall(r"^\[\^(\w+)\]: ", text, re.MULTILINE)
     used = re.findall(r"\[\^(\w+)\](?!:)", text)
     assert set(defined) == set(used) == result and len(defined) == len(result)
     assert text.startswith(f"# {papers.ABOUT[paper].title}\n") and "\n\n\n" not in text
-    if paper != "spear":
-        assert (tmp_path / f"{paper}.svg").exists() == ((paper, page.PICTURE) in figures.specified())
+    assert (folder / f"{paper}.svg").exists() == ((paper, page.PICTURE) in figures.specified())
 
 
 def test_an_unknown_paper_is_a_sentence(flow, tmp_path):
