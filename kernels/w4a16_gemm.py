@@ -159,11 +159,6 @@ UNKNOWN_TILES = [  # the same with columns that are an argument
     (24, 2, 2, 4, 512, 4, 1, 0), (24, 2, 1, 8, 1024, 3, 1, 0), (16, 2, 2, 4, 512, 5, 1, 0), (32, 1, 1, 4, 512, 5, 1, 0),
     (32, 1, 3, 3, 384, 6, 1, 0), (32, 2, 1, 4, 512, 5, 1, 0), (32, 1, 3, 4, 512, 4, 1, 0),
 ]  # fmt: skip
-KNOWN_SPACE = []
-for tile, split in itertools.product(KNOWN_TILES, (1, 2)):
-    KNOWN_SPACE.append(dict(zip(CONSTANTS, (*tile, split))) | {"KNOWN": 1})
-for tile, split in itertools.product(UNKNOWN_TILES, (1, 2)):
-    KNOWN_SPACE.append(dict(zip(CONSTANTS, (*tile, split))))
 EIGHT_TILES = [  # for up to 8 tokens, with columns that are a constant
     (8, 1, 1, 8, 2048, 4, 1, 0), (8, 1, 2, 8, 1024, 6, 1, 0), (8, 1, 2, 8, 2048, 3, 1, 0),
     (8, 1, 4, 4, 1024, 3, 1, 0), (8, 1, 5, 3, 768, 4, 1, 0), (8, 2, 1, 8, 1024, 6, 1, 0), (8, 2, 2, 4, 512, 8, 1, 0),
@@ -172,11 +167,15 @@ EIGHT_TILES = [  # for up to 8 tokens, with columns that are a constant
 EIGHT_UNKNOWN_TILES = [  # the same with columns that are an argument
     (8, 1, 2, 8, 1024, 4, 1, 0), (8, 1, 5, 4, 512, 7, 1, 0), (8, 1, 6, 4, 512, 4, 1, 0),
 ]  # fmt: skip
-EIGHT_SPACE = []
-for tile, split in itertools.product(EIGHT_TILES, (1, 2)):
-    EIGHT_SPACE.append(dict(zip(CONSTANTS, (*tile, split))) | {"KNOWN": 1})
-for tile, split in itertools.product(EIGHT_UNKNOWN_TILES, (1, 2)):
-    EIGHT_SPACE.append(dict(zip(CONSTANTS, (*tile, split))))
+KNOWN_SPACE, EIGHT_SPACE = [], []
+for space, tiles, known_columns in (
+    (KNOWN_SPACE, KNOWN_TILES, {"KNOWN": 1}),
+    (KNOWN_SPACE, UNKNOWN_TILES, {}),
+    (EIGHT_SPACE, EIGHT_TILES, {"KNOWN": 1}),
+    (EIGHT_SPACE, EIGHT_UNKNOWN_TILES, {}),
+):
+    for tile, split in itertools.product(tiles, (1, 2)):
+        space.append(dict(zip(CONSTANTS, (*tile, split))) | known_columns)
 MORE_KNOWN_TILES = [  # for 9 tokens and more
     (16, 1, 2, 8, 1024, 4, 1, 0), (16, 1, 5, 4, 512, 5, 1, 0), (16, 1, 7, 4, 1024, 2, 1, 0),
     (16, 2, 1, 8, 1024, 4, 1, 0), (16, 4, 1, 8, 1024, 3, 1, 0), (24, 2, 2, 4, 512, 4, 1, 0),

@@ -11,6 +11,7 @@ from tiny_results import house, tiny_jobs  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from repro.core.files import ROOT
+from repro.kernels import nvrtc
 from repro.specs import scale
 from repro.workflow.workflow import Workflow
 
@@ -29,6 +30,25 @@ def mirror(monkeypatch):
         pytest.skip(f"no data mirror: REPRO_DATA is {named or 'not set'}, and {folder} has no wikitext-2")
     monkeypatch.setenv("REPRO_DATA", str(folder))
     return folder
+
+
+@pytest.fixture
+def loaded_kernels(monkeypatch):
+    """Name and macros of each CUDA kernel that is loaded from now on; none is compiled, and launches do nothing."""
+    loaded = []
+
+    class Loaded:
+        beside = property(lambda self: self)
+
+        def __call__(self, *arguments):
+            pass
+
+    def load(path, name, macros, device, shared=0):
+        loaded.append((name, tuple(sorted(macros.items()))))
+        return Loaded()
+
+    monkeypatch.setattr(nvrtc, "load", load)
+    return loaded
 
 
 @pytest.fixture(scope="session")

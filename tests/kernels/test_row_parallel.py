@@ -145,21 +145,9 @@ def test_a_rank_that_gives_nothing_is_waited_for_and_named(monkeypatch):
         kernel.take(memory[0], up, gates, scales, *behind, 1e-5)
 
 
-def test_kernels_are_known_before_they_are_launched(monkeypatch):
+def test_kernels_are_known_before_they_are_launched(monkeypatch, loaded_kernels):
     """What `loads` compiles is what `give` and `take` load, each by itself."""
-    loaded = []
-
-    class Loaded:
-        beside = property(lambda self: self)
-
-        def __call__(self, *given):
-            pass
-
-    def load(path, name, macros, device, shared=0):
-        loaded.append((name, tuple(sorted(macros.items()))))
-        return Loaded()
-
-    monkeypatch.setattr(nvrtc, "load", load)
+    loaded = loaded_kernels
     for plan in (kernel._product_plan, kernel._latent_plan, kernel._take_plan):
         monkeypatch.setattr(kernel, plan.__name__, plan.__wrapped__)
     case = CASES[0]

@@ -137,21 +137,9 @@ def test_more_ranks_than_a_launch_has_addresses_are_refused():
         kernel.give(torch.zeros(1, 16), 16, 0, [torch.zeros(1, dtype=torch.int64)] * 5)
 
 
-def test_kernels_are_known_before_they_are_launched(monkeypatch):
+def test_kernels_are_known_before_they_are_launched(monkeypatch, loaded_kernels):
     """What `loads` compiles is what `give` and `take` load, each by itself."""
-    loaded = []
-
-    class Loaded:
-        beside = property(lambda self: self)
-
-        def __call__(self, *given):
-            pass
-
-    def load(path, name, macros, device, shared=0):
-        loaded.append((name, tuple(sorted(macros.items()))))
-        return Loaded()
-
-    monkeypatch.setattr(nvrtc, "load", load)
+    loaded = loaded_kernels
     for plan in (kernel._give_plan, kernel._take_plan):
         monkeypatch.setattr(kernel, plan.__name__, plan.__wrapped__)
     logits, memory = torch.zeros(1, 16, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
