@@ -1,9 +1,7 @@
 """The source of the list of active inputs and of its producers on a CPU, in clusters and without them."""
 
-import shutil
-import subprocess
-
 import cuda_on_cpu
+import nvcc
 import pytest
 import torch
 
@@ -77,13 +75,12 @@ def test_blocks_have_a_thread_for_every_value(columns, blocks):
     assert columns < 4096 or held < 1.3 * columns
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("makes", [active_inputs.NOTHING, active_inputs.NORM, active_inputs.GATED])
 @pytest.mark.parametrize("arch", ["sm_90a", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sm_80", "sm_100"))])
-def test_the_source_compiles_without_spills(arch, makes, tmp_path):
+def test_the_source_compiles_without_spills(arch, makes):
     blocks = 1 if arch == "sm_80" else 8
     macros = {"MAKES": makes, "RESIDUAL": 1, "TYPE": 2, "ALIGNED": 1, "CLUSTER": blocks}
-    words = [f"-D{name}={value}" for name, value in (macros | active_inputs.sizes(14336, blocks)).items()]
-    command = ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
-    done = subprocess.run([*command, str(active_inputs.SOURCE)], capture_output=True, text=True)
-    assert done.returncode == 0 and " 0 bytes spill stores" in done.stderr, done.stderr
+    macros |= active_inputs.sizes(14336, blocks)
+    report = nvcc.ptxas_report(active_inputs.SOURCE, macros, arch)
+    assert " 0 bytes spill stores" in report, report

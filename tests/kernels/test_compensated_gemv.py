@@ -1,9 +1,7 @@
 """SPEAR's fused decode kernel: its sources on a CPU, its layout, what it refuses, its sources for a GPU."""
 
-import shutil
-import subprocess
-
 import cuda_on_cpu
+import nvcc
 import pytest
 import torch
 
@@ -85,17 +83,14 @@ def test_a_rank_that_the_kernel_does_not_take_is_refused():
     assert kernel.latent_shared(kernel.MOST_RANK, 4) <= kernel.MOST_SHARED
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles the sources")
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("hidden", [4, pytest.param(0, marks=pytest.mark.slow)])
-def test_sources_compile_for_a_gpu(hidden, tmp_path):
+def test_sources_compile_for_a_gpu(hidden):
     own = {"K": 11008, "RANK": 32, "HIDDEN": hidden, "BF16": 1, "SPLITS": kernel.SPLITS}
     config = kernel.CHECKED[0]
     macros = wna16_gemv.defines(4, 0, 11008, False, torch.bfloat16, 1, config) | {"RANK": 32}
-    for path, defines in ((kernel.SOURCE, own), (wna16_gemv.SOURCE, macros)):
-        flags = [f"-D{name}={value}" for name, value in defines.items()]
-        command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", *flags, "-o", str(tmp_path / "out"), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    nvcc.compile_cubin(kernel.SOURCE, own)
+    nvcc.compile_cubin(wna16_gemv.SOURCE, macros)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,9 @@
 """Products with Q4_K: their sources on a CPU against the float64 references, and compiled; on a GPU for real."""
 
-import shutil
-import subprocess
 import types
 
 import cuda_on_cpu
+import nvcc
 import pytest
 import torch
 
@@ -181,9 +180,9 @@ def test_programs_fill_the_device_in_one_wave(bands, columns, clusters):
     assert bands > 112 or 3 < len(tried) < 140
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("arch", ["sm_90a", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sm_80", "sm_100"))])
-def test_the_sources_compile_without_spills(arch, tmp_path):
+def test_the_sources_compile_without_spills(arch):
     """Registers that a launch configuration leaves are enough."""
     forms = [(zigzag_gemv.SOURCE, zigzag_gemv.defines(1, True, torch.bfloat16, zigzag_gemv.FORMS[0] | {"n1": 8}))]
     if arch != "sm_80":
@@ -193,11 +192,8 @@ def test_the_sources_compile_without_spills(arch, tmp_path):
         how = q4_k_gemv.plan(8192, columns, torch.bfloat16, q4_k_gemv.heuristic(columns), 132)
         forms.append((q4_k_gemv.SOURCE, how.macros))
     for source, macros in forms:
-        words = [f"-D{name}={value}" for name, value in macros.items()]
-        command = ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
-        done = subprocess.run([*command, str(source)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert " 0 bytes spill stores, 0 bytes spill loads" in done.stderr, done.stderr
+        report = nvcc.ptxas_report(source, macros, arch)
+        assert " 0 bytes spill stores, 0 bytes spill loads" in report, report
 
 
 @pytest.mark.gpu

@@ -1,9 +1,7 @@
 """A row-parallel product that gives its partial sums to every rank: its sources on a CPU, ranks one after the other."""
 
-import shutil
-import subprocess
-
 import cuda_on_cpu
+import nvcc
 import pytest
 import torch
 
@@ -172,17 +170,14 @@ def test_more_ranks_than_a_launch_has_addresses_are_refused():
         kernel.give(own, part, down, None, [torch.zeros(99)] * 5)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles the sources")
-def test_sources_compile_for_a_gpu(tmp_path):
+@nvcc.NEEDS_NVCC
+def test_sources_compile_for_a_gpu():
     give = wna16_gemv.defines(4, 0, 5504, False, torch.bfloat16, 1, kernel.CHECKED[1]) | {"RANKS": 2}
     latent = {"K": 5504, "RANK": 32, "HIDDEN": 0, "BF16": 1, "SPLITS": ec.SPLITS, "RANKS": 2}
     take = {"OUTPUTS": 8192, "RANKS": 4, "STRIDE": 8224, "RANK": 32, "HIDDEN": 4, "BF16": 1, "SPLITS": 8}
     take |= {"THREADS": 1024}
-    for path, macros in ((wna16_gemv.SOURCE, give), (ec.SOURCE, latent), (kernel.SOURCE, take)):
-        flags = [f"-D{name}={value}" for name, value in macros.items()]
-        command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", *flags, "-o", str(tmp_path / "out"), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    for source, macros in ((wna16_gemv.SOURCE, give), (ec.SOURCE, latent), (kernel.SOURCE, take)):
+        nvcc.compile_cubin(source, macros)
 
 
 @pytest.mark.gpu

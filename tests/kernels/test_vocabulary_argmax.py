@@ -1,9 +1,7 @@
 """The greedy choice among logits that ranks have parts of: its sources on a CPU, ranks one after the other."""
 
-import shutil
-import subprocess
-
 import cuda_on_cpu
+import nvcc
 import pytest
 import torch
 
@@ -152,14 +150,10 @@ def test_kernels_are_known_before_they_are_launched(monkeypatch, loaded_kernels)
     assert sorted(loaded) == sorted(wanted) and len(set(wanted)) == 4
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles the sources")
-def test_sources_compile_for_a_gpu(tmp_path):
+@nvcc.NEEDS_NVCC
+def test_sources_compile_for_a_gpu():
     for ranks in (1, 4):
-        macros = {"RANKS": ranks, "THREADS": 64, "BF16": 1}
-        flags = [f"-D{name}={value}" for name, value in macros.items()]
-        command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", *flags, "-o", str(tmp_path / "out")]
-        done = subprocess.run([*command, str(kernel.SOURCE)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        nvcc.compile_cubin(kernel.SOURCE, {"RANKS": ranks, "THREADS": 64, "BF16": 1})
 
 
 @pytest.mark.gpu

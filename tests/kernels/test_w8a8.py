@@ -1,11 +1,11 @@
 """W8A8: what the operators promise anywhere, how the decode kernel deals out its fragments, and the GPU for real."""
 
 import json
-import shutil
 import types
 
 import cuda_on_cpu
 import numpy as np
+import nvcc
 import pytest
 import torch
 from hypothesis import given, settings
@@ -253,7 +253,7 @@ def test_heuristics_and_recorded_configurations_are_in_the_space(m, k):
             assert all(config in module.SPACE for config in recorded.get(name, {}).values())
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_the_cuda_source_compiles(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -3,12 +3,11 @@
 import contextlib
 import ctypes
 import itertools
-import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import cuda_on_cpu
+import nvcc
 import pytest
 import torch
 
@@ -272,17 +271,14 @@ def test_compiles(arch, tmp_path, monkeypatch):
         nvrtc.compile_cubin(kernel.SOURCE, {"BITS": 4}, arch)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("splits", [1, 2])
-def test_beside_another_launch_its_last_block_waits_for_that_one(splits, tmp_path):
+def test_beside_another_launch_its_last_block_waits_for_that_one(splits):
     config = kernel.heuristic(32, 384, 4, 1) | {"splits": splits}
     for more in ({}, {"TAIL": 1}):
         macros = kernel.defines(4, 128, 384, False, torch.bfloat16, 1, config) | more
-        words = [f"-D{name}={value}" for name, value in macros.items()]
-        command = ["nvcc", "-ptx", "-arch=sm_90a", "-std=c++17", *words, "-o", str(tmp_path / "k"), str(kernel.SOURCE)]
-        subprocess.run(command, check=True, capture_output=True)
-        found = (tmp_path / "k").read_text().count("griddepcontrol.wait")
-        assert found == (splits if more else 0)  # a place for blocks that send their sums, one for those that add them
+        waits = nvcc.ptx(kernel.SOURCE, macros).count("griddepcontrol.wait")
+        assert waits == (splits if more else 0)  # one where blocks send their sums, one where they add them
 
 
 def test_without_a_compiler_the_sentence_says_what_to_install(monkeypatch):

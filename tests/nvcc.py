@@ -1,0 +1,52 @@
+"""CUDA sources compiled for a GPU by nvcc: no GPU is needed, only the compiler."""
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+NEEDS_NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+HOPPER = "sm_90a"
+
+
+def compile_cubin(source: Path, macros: Mapping[str, object], arch: str = HOPPER) -> None:
+    """Compile a source to machine code.
+
+    Raises:
+        AssertionError: the compiler rejects it; the message is what the compiler says.
+    """
+    _compile("-cubin", source, macros, arch)
+
+
+def ptxas_report(source: Path, macros: Mapping[str, object], arch: str = HOPPER) -> str:
+    """What the assembler says of registers, spills and shared memory of a source's kernels.
+
+    Raises:
+        AssertionError: as `compile_cubin`.
+    """
+    _, report = _compile("-cubin", source, macros, arch, "-Xptxas", "-v")
+    return report
+
+
+def ptx(source: Path, macros: Mapping[str, object], arch: str = HOPPER) -> str:
+    """The PTX of a source.
+
+    Raises:
+        AssertionError: as `compile_cubin`.
+    """
+    compiled, _ = _compile("-ptx", source, macros, arch)
+    return compiled.decode()
+
+
+def _compile(output: str, source: Path, macros: Mapping[str, object], arch: str, *flags: str) -> tuple[bytes, str]:
+    """What nvcc writes and what it says."""
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = Path(folder, "compiled")
+        command = ["nvcc", output, f"-arch={arch}", "-std=c++17", *flags, *defines, "-o", str(compiled), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return compiled.read_bytes(), done.stderr
