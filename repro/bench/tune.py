@@ -28,7 +28,7 @@ from repro.bench.kernel_list import QUANTIZED, load
 from repro.bench.stored_peers import COUNTS, shapes
 from repro.bench.task import Layer, Task, Timing
 from repro.core.errors import UserError, unknown
-from repro.core.files import short_hash, write_text
+from repro.core.files import one_at_a_time, short_hash, write_text
 from repro.kernels import nvrtc, q4_k_planes
 from repro.kernels.launch_config import FOLDER, device_slug
 
@@ -261,24 +261,35 @@ def swept(
 ) -> None:
     """Sweep the points that are not done and write each winner to `path` at once.
 
-    These points are forgotten at the end; of a longer sweep that was cut what else is done is kept.
+    These points are forgotten at the end; of a longer sweep that was cut what else is done is kept. Several processes
+    may sweep at once, each with points of its own.
 
     Raises:
         UserError: `path` is not a file of configurations, or nothing in the space runs at a point.
     """
     record = DONE / path.stem / f"{kernel}.json"
-    done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    done = _done(record)
     spaces = {point.key: short_hash(json.dumps(list(map(dict, point.space)), sort_keys=True)) for point in points}
     todo = [point for point in points if done.get(point.key) != spaces[point.key]]
     if len(todo) < len(points):
         say(f"{kernel}: {len(points) - len(todo)} of {len(points)} shapes are done; remove {record} to start again")
     for point, best in sweep(kernel, todo, backend, say):
         merge(path, kernel, {point.key: best})
-        done[point.key] = spaces[point.key]
+        with one_at_a_time(record):
+            _write_done(record, _done(record) | {point.key: spaces[point.key]})
+    with one_at_a_time(record):
+        _write_done(record, {key: space for key, space in _done(record).items() if key not in spaces})
+
+
+def _done(record: Path) -> dict[str, str]:
+    """The keys that a sweep which was cut has done, with the hashes of their spaces."""
+    return json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+
+
+def _write_done(record: Path, done: Mapping[str, str]) -> None:
+    """Keep what is done, or remove the record where that is nothing."""
+    if done:
         write_text(record, json.dumps(done, indent=0) + "\n")
-    others = {key: space for key, space in done.items() if key not in spaces}
-    if others:
-        write_text(record, json.dumps(others, indent=0) + "\n")
     else:
         record.unlink(missing_ok=True)
 
@@ -311,14 +322,26 @@ def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def merge(path: Path, kernel: str, best: Mapping[str, Config]) -> None:
-    """Write one kernel's configurations into a device's file, one a line, atomically; everything else in it stays."""
-    content = read(path)
-    content.setdefault(kernel, {}).update(best)
+    """Write one kernel's configurations into a device's file, one a line, atomically; everything else in it stays.
+
+    That includes what other processes write meanwhile.
+
+    Raises:
+        UserError: what is there is not what this writes, or cannot be read or written.
+    """
+    with one_at_a_time(path):
+        content = read(path)
+        content.setdefault(kernel, {}).update(best)
+        write_text(path, _text(content))
+
+
+def _text(content: Mapping[str, Mapping[str, Config]]) -> str:
+    """Configurations by kernel and key as JSON, one a line."""
     blocks = []
     for name, by_key in sorted(content.items()):
         entries = [f"    {json.dumps(key)}: {json.dumps(by_key[key], sort_keys=True)}" for key in sorted(by_key)]
         blocks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(entries) + "\n  }")
-    write_text(path, "{\n" + ",\n".join(blocks) + "\n}\n")
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
 def gemlite(

@@ -1,9 +1,10 @@
-"""Atomic file writes: write next to the target under a temporary name, sync, rename; and hashes of files."""
+"""Atomic file writes: write next to the target under a temporary name, sync, rename; locks and hashes of files."""
 
 import bz2
 import contextlib
 import csv
 import errno
+import fcntl
 import hashlib
 import io
 import lzma
@@ -48,6 +49,27 @@ def atomic(path: Path | str) -> Iterator[Path]:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: Path | str) -> Iterator[None]:
+    """Let one writer at a time run the block, which reads a file, changes its content and writes it; others wait.
+
+    The lock is on the file's folder, since every atomic write replaces the file; it ends with the process. A block may
+    not take the lock of another file in the same folder: it would wait for itself.
+
+    Raises:
+        UserError: there is no such folder and none can be made.
+    """
+    folder = Path(path).parent
+    with making(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

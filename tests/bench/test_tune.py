@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -164,6 +165,49 @@ def test_merge_keeps_what_it_did_not_sweep_and_is_one_line_a_configuration(tmp_p
     assert json.loads(text) == {"toy": {"a": {"warps": 4}, "b": {"warps": 8}}, "other": {"c": {"block": 64}}}
     assert tune.read(path) == json.loads(text) and '    "b": {"warps": 8}\n' in text
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def merge_one_by_one(path, start, keys):
+    """What one of several processes does that tune the same device at once."""
+    start.wait()
+    for key in keys:
+        tune.merge(path, "toy", {key: {"warps": 4}})
+
+
+def test_of_two_processes_that_tune_at_once_no_winner_is_lost(tmp_path):
+    path = tmp_path / "nvidia-test.json"
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(2)
+    keys_of = [[f"{writer}x{i}" for i in range(25)] for writer in (16, 48)]
+    writers = [context.Process(target=merge_one_by_one, args=(path, start, keys)) for keys in keys_of]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert sorted(tune.read(path)["toy"]) == sorted(keys_of[0] + keys_of[1])
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_sweep_during_another_keeps_what_both_have_done(tmp_path, monkeypatch):
+    """The first ends well, which forgets its own points alone."""
+    monkeypatch.setattr(tune, "DONE", tmp_path / "done")
+    path, fake, lines = tmp_path / "nvidia-test.json", Fake(), []
+    first, second = tunable(fake)
+    third = dataclasses.replace(second, key="64x32")
+    cut = dataclasses.replace(second, prepare=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+
+    def during_another():
+        with pytest.raises(KeyboardInterrupt):
+            tune.swept("toy", [third, cut], fake, path, lines.append)
+        return first.prepare()
+
+    tune.swept("toy", [dataclasses.replace(first, prepare=during_another)], fake, path, lines.append)
+    assert tune.read(path)["toy"] == {"16x32": {"warps": 4}, "64x32": {"warps": 4}}
+    lines.clear()
+    tune.swept("toy", [second, third], fake, path, lines.append)
+    assert [line.split()[1].rstrip(":") for line in lines if " us, " in line] == ["48x32"]
+    assert not any((tmp_path / "done").rglob("*.json"))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"toy": 3}', '{"toy": {"a": 3}}'])

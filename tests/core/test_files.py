@@ -247,6 +247,36 @@ def test_readers_and_writers_at_once_never_see_a_part(tmp_path):
     assert everything(tmp_path) == ["f"]
 
 
+def test_of_two_writers_the_second_waits_until_the_first_has_ended(tmp_path):
+    path = tmp_path / "new" / "f"
+    begun, events = threading.Event(), []
+
+    def second():
+        with files.one_at_a_time(path.with_name("another")):
+            events.append("second")
+
+    def first():
+        with files.one_at_a_time(path):
+            begun.set()
+            waiting.join(0.1)
+            events.append("first")
+            raise KeyError
+
+    waiting = threading.Thread(target=lambda: begun.wait() and second())
+    waiting.start()
+    with pytest.raises(KeyError):
+        first()
+    waiting.join()
+    assert events == ["first", "second"] and everything(tmp_path) == []
+
+
+def test_a_lock_where_no_folder_can_be(tmp_path):
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(UserError, match="a/f: cannot be written, a file or folder is in its place"):
+        with files.one_at_a_time(tmp_path / "a" / "f"):
+            pass
+
+
 def test_hashes(tmp_path):
     (tmp_path / "f").write_bytes(b"abc")
     assert sha256(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
