@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,14 +77,14 @@ def test_this_suite_and_the_timer_agree(gpu_benchmark, backend, name) -> None:  
 # ---- time of the host, and of a whole prefill, in turns with the library's
 
 
-def products(count: int) -> dict[str, Callable[[], Any]]:
-    """Calls of linear layers with `count` tokens whose kernels take less than the host."""
+def products(count: int, rows: int, columns: int) -> dict[str, Callable[[], Any]]:
+    """Calls of linear layers of one shape with `count` tokens."""
     from repro.kernels import linear, w8a8
 
     torch.manual_seed(0)
-    weight = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(count, 1024, device="cuda", dtype=torch.bfloat16)
-    form = {"N": 1024, "K": 1024, "bits": 4, "group": 128, "symmetric": False, "seed": 0}
+    weight = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(count, columns, device="cuda", dtype=torch.bfloat16)
+    form = {"N": rows, "K": columns, "bits": 4, "group": 128, "symmetric": False, "seed": 0}
     packed, codes = load("w4a16_gemm").random_weight(form).to("cuda"), w8a8.quantize_weight(weight)
     return {
         "F.linear": lambda: torch.nn.functional.linear(x, weight),
@@ -105,18 +104,22 @@ def operator(name: str) -> Callable[[], Any]:
 STEP = ("rms_norm", "silu_product", "rope_append", "argmax", "pple", "attention", "sample")
 
 
+SMALL = 1024, 1024  # rows and columns of a layer whose kernels take less than the host
+HOST_CALLS = [(name, count, *SMALL) for name in ("F.linear", "wna16", "w8a8") for count in (1, 16, 64)]
+HOST_CALLS += [(name, 1, *SMALL) for name in STEP]
+HOST_CALLS += [("wna16", 321, 6144, 4096), ("w8a8", 512, 2048, 8192)]  # in two launches, in three
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name, count", [*itertools.product(("F.linear", "wna16", "w8a8"), (1, 16, 64)), *((name, 1) for name in STEP)]
-)
-def test_host_time(host_benchmark, benchmark, name, count) -> None:  # noqa: ANN001
+@pytest.mark.parametrize("name, count, rows, columns", HOST_CALLS)
+def test_host_time(host_benchmark, benchmark, name, count, rows, columns) -> None:  # noqa: ANN001
     """What a call costs the host; its floor is `F.linear` in turns with it."""
-    calls = products(count)
+    calls = products(count, rows, columns)
     call = calls[name] if name in calls else operator(name)
     call()
     library = host_benchmark(call, calls["F.linear"])
     who = {"kernel": name, "dtype": "bf16", "provider": "call"}
-    where = {"N": 1024, "K": 1024, "M": count, "mode": "host", "device": torch.cuda.get_device_name()}
+    where = {"N": rows, "K": columns, "M": count, "mode": "host", "device": torch.cuda.get_device_name()}
     benchmark.extra_info |= who | where | {"ours": name != "F.linear", "floor_us": library}
 
 

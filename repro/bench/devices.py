@@ -25,7 +25,8 @@ class Cuda:
     most = 128  # launches in a graph, at which it need not become longer
     lead = 300_000  # cycles that the device spins before the first event, so that the host is ahead of it
     ahead = 3e-3  # seconds of replays that are queued at a time while energy and clock are read
-    series, calls = 7, 100  # of which the host's time is the least disturbed
+    series, calls = 35, 20  # of which the host's time is the least disturbed; of a series the calls that are timed
+    lead_calls = 4  # at the start of a series, which find code and data in no cache and are not timed
 
     def __init__(self) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -67,13 +68,16 @@ class Cuda:
     def host_us(self, *calls: Callable[[], Any]) -> list[float]:
         """Microseconds that the host takes for calls without waiting for the device: of a few series the fastest.
 
-        The calls take turns, so that a slow moment of a shared host is everybody's. A series is shorter than the queue
-        of launches, behind which the host would wait.
+        The calls take turns, so that a slow moment of a shared host is everybody's. Series are short and many: a host
+        that other processes share has moments of its full pace that are shorter than 100 calls, and a queue of
+        launches that is full makes the host wait for the device. It holds 1,024, those of 42 a call.
         """
         times: list[list[float]] = [[] for _ in calls]
         for _ in range(self.series):
             for call, seconds in zip(calls, times):
                 torch.cuda.synchronize()
+                for _ in range(self.lead_calls):
+                    call()
                 begin = time.perf_counter()
                 for _ in range(self.calls):
                     call()

@@ -3,7 +3,6 @@
 No test measures time; each says what may be left out, and when it may not. `bench` has the times.
 """
 
-import itertools
 import threading
 import types
 
@@ -12,7 +11,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from repro.bench import devices
 from repro.kernels import nvrtc, operators
 from repro.kernels import prepared as prepared_launches
 from repro.kernels.prepared import Encoded, Prepared, blank
@@ -359,16 +357,6 @@ def test_a_launch_on_another_device_meanwhile_changes_nothing(monkeypatch):
     prepared(torch.ones(3), 7)
     prepared(torch.ones(3).as_subclass(Between), 7)
     assert kernel.launches == [((5, 1, 1), (16, 7, 64, 2), 70)] and len(kernel.bound) == 2
-
-
-def test_calls_are_timed_in_turns(monkeypatch):
-    """A slow moment of the host is everybody's; each has its least time."""
-    called, clock = [], itertools.count()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: called.append("wait"))
-    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(clock))
-    backend = types.SimpleNamespace(series=2, calls=2)
-    found = devices.Cuda.host_us(backend, lambda: called.append("a"), lambda: called.append("b"))
-    assert called == 2 * ["wait", "a", "a", "wait", "b", "b"] + ["wait"] and found == [0.5e6, 0.5e6]
 
 
 def test_launches_of_one_kernel_by_two_threads_have_rooms_of_their_own(monkeypatch):
