@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import dag
+import disk_errors
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -138,6 +139,11 @@ NAMES: list[Case] = [
     (("bench", "--counts", "0"), ("--counts", "'0'"), None),
     (("card", "--device", "tpu"), ("--device", "'tpu'", "'cuda'"), None),
     (("regress", "none.json", "--against", "none.json"), ("none.json", "no such file"), None),
+    (
+        ("regress", ".", "--against", "j"),
+        (".: cannot be read (Is a directory); name a file of pytest --benchmark-json",),
+        None,
+    ),
     (("regress", "j", "--against", "j", "--threshold", "nan"), ("--threshold", "'nan'"), None),
     (("regress", "j", "--against", "j"), ("j: not a file of pytest --benchmark-json",), write("j", DEEP * 20)),
     (
@@ -884,6 +890,13 @@ def test_show_damaged(here, capfd, text):
     refused(capfd, ("show", "spear/table1"), SHOWN, "damaged", "build it again")
 
 
+def test_show_what_cannot_be_read(here, capfd):
+    folder("tables/spear")(here)
+    disk_errors.make_unreadable(here / SHOWN)
+    assert main(["show", "spear/table1"]) == 2
+    sentence(capfd.readouterr().err, f"{SHOWN}: {disk_errors.WHY}")
+
+
 def test_show(here, capfd):
     refused(capfd, ("show", "spear/table99"), "unknown table 'spear/table99'", "did you mean 'spear/table9'")
     refused(capfd, ("show", "../../x"), "unknown table '../../x'")
@@ -939,9 +952,9 @@ def test_jobs_of_another_text_or_model_are_refused_before_any_runs(here, capfd):
 
 
 def test_files_of_jobs_that_are_none(here, capfd):
-    refused(capfd, ("run", "none.json"), "none.json: not a file of jobs (No such file", "--save")
+    refused(capfd, ("run", "none.json"), "none.json: cannot be read (No such file", "--save")
     folder("mine.json")(here)
-    refused(capfd, ("run", "mine.json"), "mine.json: not a file of jobs (Is a directory)")
+    refused(capfd, ("run", "mine.json"), "mine.json: cannot be read (Is a directory)")
 
 
 # --- observations and results that were damaged -----------------------------------------------------------------------

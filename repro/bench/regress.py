@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.core.errors import UserError
-from repro.core.files import read_text
+from repro.core.files import read_text, reading
 
 THRESHOLD = 0.03  # a smaller slowdown of one cell is never called one
 HOST_THRESHOLD = 0.1  # nor of a call on the host, whose ratio to `F.linear` differs between processes by so much
@@ -118,14 +118,15 @@ def _timed_kernels(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The information and statistics of every benchmark of a kernel in a file of pytest-benchmark.
 
     Raises:
-        UserError: missing, not such a file, or without kernels.
+        UserError: missing, not to be read, not such a file, or without kernels.
     """
     try:
-        content = json.loads(read_text(path))
+        with reading(path, "name a file of pytest --benchmark-json"):
+            content = json.loads(read_text(path))
         benchmarks = [(dict(entry["extra_info"]), dict(entry["stats"])) for entry in content["benchmarks"]]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path}: not a file of pytest --benchmark-json") from None
     kernels = []
     for info, stats in benchmarks:

@@ -28,7 +28,7 @@ from repro.bench.kernel_list import QUANTIZED, load
 from repro.bench.stored_peers import COUNTS, shapes
 from repro.bench.task import Layer, Task, Timing
 from repro.core.errors import UserError, unknown
-from repro.core.files import one_at_a_time, short_hash, write_text
+from repro.core.files import one_at_a_time, reading, short_hash, write_text
 from repro.kernels import nvrtc, q4_k_planes
 from repro.kernels.launch_config import FOLDER, device_slug
 
@@ -304,14 +304,15 @@ def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """The configurations of a device; empty where it has no file.
 
     Raises:
-        UserError: the file is not what `merge` writes.
+        UserError: the file cannot be read, or is not what `merge` writes.
     """
     wrong = UserError(f"{path}: not a file of launch configurations; fix or remove it")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError):
+    except ValueError:
         raise wrong from None
     if not isinstance(content, dict):
         raise wrong

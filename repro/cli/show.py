@@ -5,6 +5,7 @@ from pathlib import Path
 
 from repro import papers
 from repro.core.errors import UserError
+from repro.core.files import reading
 from repro.render.sheet import Sheet, read_markdown, terminal
 from repro.specs import names
 
@@ -75,6 +76,7 @@ def read(path: Path) -> Sheet:
         UserError: the file is damaged.
     """
     try:
-        return read_markdown(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, IndexError, AttributeError):  # AttributeError: a malformed head
+        with reading(path):
+            return read_markdown(path.read_text(encoding="utf-8"))
+    except (ValueError, IndexError, AttributeError):  # AttributeError: a malformed head
         raise UserError(f"{path}: damaged, not a table that was built here; delete it and build it again") from None

@@ -117,6 +117,38 @@ def making(path: Path | str) -> Iterator[None]:
         raise UserError(f"{shortened(path, 200)}: cannot be created ({why}); choose another path") from None
 
 
+def unreadable(path: Path | str, error: OSError, remedy: str = "") -> UserError:
+    """The sentence for a file that the system does not let this process read.
+
+    Args:
+        path: the file.
+        error: why.
+        remedy: what would be right, such as "name a text file".
+    """
+    why = os.strerror(error.errno) if error.errno else str(error)  # libraries put more than that into `strerror`
+    problem = f"{shortened(path, 200)}: cannot be read ({why})"
+    return UserError(f"{problem}; {remedy}" if remedy else problem)
+
+
+@contextlib.contextmanager
+def reading(path: Path | str, remedy: str = "") -> Iterator[None]:
+    """Turn a system error of the block, which reads `path`, into one sentence, so that none is taken for bad content.
+
+    A missing file stays a FileNotFoundError; an error without a number, by which libraries mean the content, passes.
+
+    Raises:
+        UserError: the file may not be read, is a folder, or its disk fails.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if not error.errno:
+            raise
+        raise unreadable(path, error, remedy) from None
+
+
 def regular(path: Path | str, named: str = "") -> Path:
     """The path of a file to be read; refuses named pipes, sockets and devices, which could block forever.
 

@@ -15,7 +15,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 
 from repro.core.errors import UserError, shortened, unknown
-from repro.core.files import HOME, regular
+from repro.core.files import HOME, regular, unreadable
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def load_yaml(path: Path) -> Any:
     except FileNotFoundError:
         raise UserError(f"{shown(path)}: no such file") from None
     except OSError as error:
-        raise UserError(f"{shown(path)}: cannot be read ({error.strerror}); name a YAML file") from None
+        raise unreadable(shown(path), error, "name a YAML file") from None
     except ValueError as error:  # not UTF-8, or a path with a NUL character
         raise UserError(f"{shown(path)}: not valid YAML ({shortened(error, 120)})") from None
     return parse_yaml(text, shown(path))

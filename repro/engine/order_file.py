@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.core.errors import UserError, shortened
-from repro.core.files import regular, write_text
+from repro.core.files import reading, regular, write_text
 from repro.methods.flexquant.config import Config
 
 Divergence = Mapping[int, Mapping[str, float]]  # width to layer to nats
@@ -34,11 +34,12 @@ def read(path: Path, model: str, weights: Mapping[int, str], config: Config) -> 
     facts, where = _facts(weights, config), shortened(path, 150)
     again = "name another --order, which is made now"
     try:
-        content = json.loads(regular(path).read_text(encoding="utf-8"))
+        with reading(path, again):
+            content = json.loads(regular(path).read_text(encoding="utf-8"))
         whose = content["model"]
         of = dict(content["of"])
         divergences = {int(bits): dict(by_layer) for bits, by_layer in content["divergence"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{where}: no order of layers; {again}") from None
     if of.get("weights") != facts["weights"]:
         difference = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from repro import models
 from repro.core.errors import UserError, shortened, unknown
-from repro.core.files import atomic, check_replaceable, regular
+from repro.core.files import atomic, check_replaceable, regular, unreadable
 from repro.methods.spqt import q4_k
 from repro.metrics.llamacpp import added_bos
 from repro.models.lowbit import block_linears, in_layer
@@ -173,7 +173,7 @@ def compare(path: Path, right: bytes) -> None:
     try:
         content = regular(path, f"--gguf {path}").read_bytes()
     except OSError as error:
-        raise UserError(f"{shortened(path)}: cannot be read ({error.strerror})") from None
+        raise unreadable(path, error) from None
     kind = content[64 : 64 + int.from_bytes(content[56:64], "little")]  # the value of the first key
     why = "another model, recipe or version than would be written"
     if content[32:52] == b"general.architecture" and kind != b"llama":

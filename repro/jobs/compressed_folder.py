@@ -13,7 +13,7 @@ from typing import Any
 from repro import models
 from repro.baselines import load
 from repro.core.errors import UserError
-from repro.core.files import atomic, making, sha256, write_text
+from repro.core.files import atomic, making, reading, sha256, write_text
 from repro.jobs import compress
 from repro.recipes.recipe import parse
 from repro.recipes.recipe_text import write_value
@@ -52,10 +52,11 @@ def opened(name: str, recipe: str) -> tuple[str, str]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            facts = json.loads(path.read_text(encoding="utf-8"))
         if all(isinstance(facts[key], str) for key in ("model", "fingerprint", "recipe", "digest")):
             return facts
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         pass
     raise UserError(f"{path}: damaged; remove the folder and compress again")
 

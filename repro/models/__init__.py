@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.core.errors import UserError, shortened, unknown
-from repro.core.files import ROOT, sha256, short_hash
+from repro.core.files import ROOT, reading, sha256, short_hash
 from repro.models import identity
 
 POCKET = ROOT / "repro" / "pocket"
@@ -91,8 +91,9 @@ def _indexed(model_folder: Path) -> list[str]:
     if not index.is_file():
         return []
     try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        with reading(index):
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{index}: not a safetensors index; save the model again") from None
     return sorted(set(map(str, named)))
 
@@ -126,10 +127,12 @@ def check_pocket(name: str) -> None:
     Raises:
         UserError: a file differs from the list, or there is no list.
     """
+    sums = POCKET / "SHA256SUMS"
     try:
-        listed = dict(reversed(line.split()) for line in (POCKET / "SHA256SUMS").read_text().splitlines())
-    except (OSError, ValueError):
-        raise UserError(f"{POCKET / 'SHA256SUMS'}: missing or damaged; check it out again") from None
+        with reading(sums):
+            listed = dict(reversed(line.split()) for line in sums.read_text().splitlines())
+    except (FileNotFoundError, ValueError):
+        raise UserError(f"{sums}: missing or damaged; check it out again") from None
     for path in weight_files(name):
         key = str(path.relative_to(POCKET))
         if path.suffix == ".safetensors" and sha256(path) != listed.get(key):
@@ -236,8 +239,9 @@ def _check_generation_settings(model_folder: Path) -> None:
     if not path.is_file():
         return
     try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        with reading(path):
+            json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
         raise UserError(f"{path}: not valid JSON; copy it again, or remove it") from None
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from repro.core.errors import UserError
-from repro.core.files import atomic
+from repro.core.files import atomic, reading
 from repro.models.activations import tensors_hash
 
 if TYPE_CHECKING:
@@ -208,7 +208,10 @@ def load_frame(path: Path | str, label: str | None = None) -> "pd.DataFrame":
     import pandas as pd
 
     try:
-        table = pq.read_table(path, partitioning=None)
+        with reading(path):
+            table = pq.read_table(path, partitioning=None)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; build it again") from None
     except (OSError, pa.ArrowException) as error:
         first = str(error).partition("\n")[0]
         raise UserError(

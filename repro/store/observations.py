@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from repro.core.errors import UserError
-from repro.core.files import atomic, sha256
+from repro.core.files import atomic, reading, sha256
 from repro.store import provenance
 from repro.store.job import Job
 
@@ -200,13 +200,14 @@ def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, st
     """A Parquet file as a table, and its metadata.
 
     Raises:
-        UserError: the file is missing, damaged or cut short, or has other columns.
+        UserError: the file is missing, cannot be read, is damaged or cut short, or has other columns.
     """
     try:
-        footer = pq.read_metadata(path)
-        texts = [name for name in TEXTS if name in footer.schema.names]
-        with pq.ParquetFile(path, metadata=footer, read_dictionary=texts, page_checksum_verification=True) as file:
-            table = file.read()
+        with reading(path):
+            footer = pq.read_metadata(path)
+            texts = [name for name in TEXTS if name in footer.schema.names]
+            with pq.ParquetFile(path, metadata=footer, read_dictionary=texts, page_checksum_verification=True) as file:
+                table = file.read()
         meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; build it again") from None

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from repro.core.errors import UserError, shortened, unknown
-from repro.core.files import csv_text, read_text
+from repro.core.errors import UserError, unknown
+from repro.core.files import csv_text, read_text, unreadable
 
 ENDING = ".csv.xz"  # of a file of accepted rows; `xzcat` shows its lines
 
@@ -128,7 +128,7 @@ def from_csv(path: Path, of: type[R]) -> list[R]:
     try:
         header, *lines = list(csv.reader(io.StringIO(read_text(path), newline=""))) or [[]]
     except OSError as error:
-        raise UserError(f"{shortened(path, 200)}: cannot be read ({error.strerror}); name {of.MADE_BY}") from None
+        raise unreadable(path, error, f"name {of.MADE_BY}") from None
     except csv.Error:
         raise UserError(f"{path}: not a CSV file") from None
     if tuple(header) != columns(of):

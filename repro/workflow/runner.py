@@ -11,7 +11,7 @@ import torch
 
 from repro import models
 from repro.core.errors import Crowded, NotMeasurable, UserError, logged, shortened, unknown
-from repro.core.files import atomic, regular, write_text
+from repro.core.files import atomic, reading, regular, unreadable, write_text
 from repro.data import corpora
 from repro.metrics import KINDS
 from repro.metrics.metric import Metric
@@ -157,9 +157,10 @@ def check(folder: Path) -> None:
 
 def _refusal(path: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            facts = json.loads(path.read_text(encoding="utf-8"))
         return {"status": facts["status"], "reason": facts["reason"], "origin": dict(facts["origin"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: damaged; delete the folder and build it again") from None
 
 
@@ -185,7 +186,7 @@ def from_file(path: Path) -> list[Job]:
             _check(job)
         return jobs
     except OSError as error:
-        raise UserError(f"{shortened(path, 150)}: not a file of jobs ({error.strerror}); {how}") from None
+        raise unreadable(path, error, how) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: not a file of jobs (not JSON, or its keys are not those of jobs); {how}") from None
     except UserError as error:

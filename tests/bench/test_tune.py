@@ -219,6 +219,13 @@ def test_a_damaged_file_stops_before_the_sweep_and_stays(tmp_path, text):
     assert path.read_text() == text
 
 
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    path = tmp_path / "nvidia-test.json"
+    path.mkdir()
+    with pytest.raises(UserError, match=r"nvidia-test.json: cannot be read \(Is a directory\)"):
+        tune.merge(path, "toy", {"a": {}})
+
+
 def test_the_launcher_finds_what_tune_wrote(tmp_path, monkeypatch):
     monkeypatch.setattr(launch_config, "FOLDER", tmp_path)
     launch_config.configurations.cache_clear()

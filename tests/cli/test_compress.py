@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
+import disk_errors
 import engines
 import numpy as np
 import pytest
@@ -314,6 +315,8 @@ def test_a_folder_that_no_longer_fits_is_refused(folders, here, capfd):
     refused("another file than the one of digest", facts["digest"])
     Path("made/compressed.json").write_text("{")
     refused("made/compressed.json: damaged; remove the folder and compress again")
+    disk_errors.make_unreadable(Path("made/compressed.json"))
+    refused(f"made/compressed.json: {disk_errors.WHY}")
 
 
 def test_weights_of_another_model_are_refused(folders, here, capfd):

@@ -14,6 +14,7 @@ import textwrap
 import threading
 from pathlib import Path
 
+import disk_errors
 import pytest
 import torch
 import yaml
@@ -114,6 +115,26 @@ def test_regular_files(tmp_path):
     with pytest.raises(UserError, match="a named pipe"):
         sha256(tmp_path / "pipe")
     server.close()
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    """What is missing, and what a library says of the content, is for the reader of the file."""
+    path = tmp_path / "f"
+    disk_errors.make_unreadable(path)
+    with pytest.raises(UserError) as error, files.reading(path, "name another"):
+        path.read_text()
+    assert str(error.value) == f"{path}: cannot be read (Input/output error); name another"
+    with pytest.raises(UserError) as error, files.reading(tmp_path):
+        tmp_path.read_text()
+    assert str(error.value) == f"{tmp_path}: cannot be read (Is a directory)"
+    with pytest.raises(UserError, match=r": cannot be read \(Permission denied\)$"), files.reading(path):
+        disk_errors.refuse()
+    with pytest.raises(FileNotFoundError), files.reading(tmp_path / "absent"):
+        (tmp_path / "absent").read_text()
+    for content_error in (OSError("the footer is cut"), ValueError("no number")):
+        with pytest.raises(type(content_error)) as same, files.reading(path):
+            raise content_error
+        assert same.value is content_error
 
 
 def test_what_may_be_replaced(tmp_path):

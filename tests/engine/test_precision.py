@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
+import disk_errors
 import engines
 import pytest
 import torch
@@ -542,6 +543,8 @@ def test_an_order_is_made_once_and_that_of_other_weights_or_histograms_is_one_se
     assert "which order=random does not read" in said("flexquant(order=random)")
     path.write_text('{"model": "pocket-3m"}')
     assert "no order of layers; name another --order" in said()
+    disk_errors.make_unreadable(path)
+    assert f"{path}: {disk_errors.WHY}; name another --order" in said()
     assert main(["generate", "--model", "pocket-3m", "--order", str(path), "x"]) == 2
     assert "--order goes with --precision" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import disk_errors
 import pytest
 import tiny
 import torch
@@ -160,6 +161,11 @@ def test_an_absent_or_damaged_list_of_sums(pocket):
     assert "missing or damaged" in refused("pocket-3m")
 
 
+def test_a_list_of_sums_that_cannot_be_read(pocket):
+    disk_errors.make_unreadable(pocket / "SHA256SUMS")
+    assert refused("pocket-3m") == f"{pocket / 'SHA256SUMS'}: {disk_errors.WHY}"
+
+
 @pytest.mark.parametrize("ending", [".bin", ".pt", ".pth"])
 def test_pickles_are_never_loaded(copy, ending):
     folder = copy("llama")
@@ -186,6 +192,12 @@ def test_a_damaged_index(copy, content):
     folder = copy("sharded")
     (folder / "model.safetensors.index.json").write_text(content)
     assert "not a safetensors index" in refused(folder)
+
+
+def test_an_index_that_cannot_be_read(copy):
+    index = copy("sharded") / "model.safetensors.index.json"
+    disk_errors.make_unreadable(index)
+    assert refused(index.parent) == f"{index}: {disk_errors.WHY}"
 
 
 def test_shards_without_their_index(copy):
@@ -361,6 +373,14 @@ def test_generation_settings_that_are_no_json(copy):
     folder = copy("llama")
     (folder / "generation_config.json").write_text('{"eos_token_id": 1')
     assert refused(folder).endswith("generation_config.json: not valid JSON; copy it again, or remove it")
+
+
+def test_generation_settings_that_cannot_be_read(copy):
+    path = copy("llama") / "generation_config.json"
+    disk_errors.make_unreadable(path)
+    with pytest.raises(UserError) as error:
+        models._check_generation_settings(path.parent)
+    assert str(error.value) == f"{path}: {disk_errors.WHY}"
 
 
 # --- what lies in a folder and would change the numbers ---------------------------------------------------------------

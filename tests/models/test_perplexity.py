@@ -3,6 +3,7 @@
 import copy
 import math
 
+import disk_errors
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -247,7 +248,7 @@ def test_frames_survive_the_disk(tiny_llama, low_bit, tmp_path):
 
 def test_files_that_are_not_whole_frames(tiny_llama, tmp_path):
     path = tmp_path / "scores.parquet"
-    with pytest.raises(UserError, match="scores.parquet: an incomplete or damaged Parquet file"):
+    with pytest.raises(UserError, match="scores.parquet: no such file; build it again"):
         load_frame(path)
     save_frame(path, score(tiny_llama, windows(IDS, LENGTH)))
     whole = path.read_bytes()
@@ -258,3 +259,9 @@ def test_files_that_are_not_whole_frames(tiny_llama, tmp_path):
     pq.write_table(pa.table({"window": [0], "nll": [1.0]}), path)
     with pytest.raises(UserError, match="columns"):
         load_frame(path)
+
+
+def test_a_frame_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(pq, "read_table", disk_errors.refuse)
+    with pytest.raises(UserError, match=r"scores.parquet: cannot be read \(Permission denied\)$"):
+        load_frame(tmp_path / "scores.parquet")

@@ -1,7 +1,10 @@
 """Observations in their files: what is exact, what is rounded, and that both ways round once."""
 
+import disk_errors
 import numpy as np
+import pytest
 
+from repro.core.errors import UserError
 from repro.store import observations
 from repro.store.observations import Series
 
@@ -23,3 +26,9 @@ def test_what_was_rounded_once_stays(tmp_path):
     rounded = observations.as_kept(Series(np.linspace(0, 1, 99), "items"))
     again = observations.as_kept(rounded)
     assert again.values.tolist() == rounded.values.tolist()
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(observations.pq, "read_metadata", disk_errors.refuse)
+    with pytest.raises(UserError, match=r"results.parquet: cannot be read \(Permission denied\)$"):
+        observations.load(tmp_path / "results.parquet")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import dag
+import disk_errors
 import numpy as np
 import pandas as pd
 import psutil
@@ -356,9 +357,21 @@ def test_a_job_from_its_file_is_the_same_job(job):
     assert read == made and read.id == made.id and read.needs == made.needs
     assert from_json(made.to_json()) == made
     Path("other.json").write_text('{"kind": "fake"}')
-    for name in ("other.json", "none.json"):
-        with pytest.raises(UserError, match=f"^{name}: not a file of jobs"):
-            runner.from_file(Path(name))
+    with pytest.raises(UserError, match="^other.json: not a file of jobs"):
+        runner.from_file(Path("other.json"))
+    with pytest.raises(UserError, match=r"^none.json: cannot be read \(No such file or directory\); write one with"):
+        runner.from_file(Path("none.json"))
+
+
+def test_a_refusal_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    path = tmp_path / runner.REFUSED
+    path.write_text("{")
+    with pytest.raises(UserError, match="damaged; delete the folder and build it again"):
+        runner.check(tmp_path)
+    disk_errors.make_unreadable(path)
+    with pytest.raises(UserError) as error:
+        runner.check(tmp_path)
+    assert str(error.value) == f"{path}: {disk_errors.WHY}"
 
 
 def test_the_mps_daemon_sees_every_gpu(monkeypatch):
