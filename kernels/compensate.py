@@ -15,8 +15,17 @@ Bytes moved: R (K + outputs) of codes, the gates, x once a compensator, and y's 
 import torch
 from torch import Tensor
 
-from repro.kernels.compensated_gemv import PackedCompensators, hidden_of, pack, parts, random_compensator
+from repro.kernels.compensated_gemv import (
+    PackedCompensators,
+    hidden_of,
+    pack,
+    parts,
+    random_compensator,
+    wrong_gates,
+    wrong_spans,
+)
 from repro.kernels.launch_config import lacks, processors
+from repro.kernels.operators import FLOATS, Argument, checked_once, not_on_gpu, tensor_check
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # as of `compensated_gemv`, with their number of tokens; ragged ones first
@@ -170,13 +179,69 @@ def splits_of(count: int, compensators: int, columns: int, sms: int) -> int:
 
 
 def latent(x: Tensor, made: PackedCompensators) -> Tensor:
-    """float32 `[E, T, R]`: the latent vector of each compensator, gated and scaled, for x `[T, K]`."""
-    return launch_latent(x.contiguous(), made) if x.is_cuda else latent_reference(x, made)
+    """float32 `[E, T, R]`: the latent vector of each compensator, gated and scaled, for x `[T, K]` of any layout.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+    """
+    x = x.contiguous()
+    check_latent((x.shape,), (x, made.down, made.scales, made.gates))
+    return (launch_latent if x.is_cuda else latent_reference)(x, made)
 
 
 def add(y: Tensor, vectors: Tensor, made: PackedCompensators) -> None:
-    """Add what compensators make of their latent vectors `[E, T, R]` to their outputs of y `[T, N]`, contiguous."""
+    """Add what compensators make of their latent vectors `[E, T, R]` to their outputs of y `[T, N]`, contiguous.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+    """
+    check_add((y.shape, made.spans), (y, vectors, made.up))
     (launch_add if y.is_cuda else add_reference)(y, vectors, made)
+
+
+def latent_limit(x: Tensor, down: Tensor, scales: Tensor, gates: Tensor | None) -> str | None:
+    """What is wrong with checked arguments of `latent`, or None."""
+    R, width = down.shape[1:]
+    columns = x.shape[1]
+    if width != columns + -columns % 16:
+        return f"down is {list(down.shape)}, expected [E, R, {columns + -columns % 16}] for {columns} columns of x"
+    return wrong_gates(gates, R) or not_on_gpu(x, "x")
+
+
+check_down = tensor_check(
+    "compensate",
+    {
+        "x": Argument(FLOATS, "T K"),
+        "down": Argument((torch.int8,), "E R C"),
+        "scales": Argument((torch.float32,), "E 2 R"),
+        "gates": Argument((torch.float16,), "E G"),
+    },
+    latent_limit,
+)
+check_up = tensor_check(
+    "compensate",
+    {
+        "y": Argument(FLOATS, "T N"),
+        "vectors": Argument((torch.float32,), "E T R"),
+        "up": Argument((torch.int8,), "U R"),
+    },
+    lambda y, vectors, up: not_on_gpu(y, "y"),
+)
+
+
+@checked_once
+def check_latent(_: tuple, tensors: tuple) -> None:
+    """Raise ValueError unless x, down, scales and gates fit together."""
+    check_down(*tensors)
+
+
+@checked_once
+def check_add(numbers: tuple, tensors: tuple) -> None:
+    """Raise ValueError unless y, latent vectors and up fit together; `numbers` are the sizes of y, and the spans."""
+    (_, spans), (y, vectors, up) = numbers, tensors
+    check_up(y, vectors, up)
+    if sentence := wrong_spans(spans, len(vectors), len(up), y.shape[1]):
+        raise ValueError(f"compensate: {sentence}")
 
 
 def launch_latent(x: Tensor, made: PackedCompensators) -> Tensor:

@@ -136,6 +136,30 @@ def hidden_of(gates: Tensor | None, R: int) -> int:
     return 0 if gates is None else (gates.shape[1] - R) // (2 * R * R + R)
 
 
+def wrong_gates(gates: Tensor | None, R: int) -> str | None:
+    """What is wrong with the shape of gates whose latent vectors have R channels, or None."""
+    if gates is not None and (hidden_of(gates, R) < 1 or (gates.shape[1] - R) % (2 * R * R + R)):
+        return f"gates are {list(gates.shape)}, expected 2 h R^2 + h R + R columns for R = {R}"
+    return None
+
+
+def wrong_spans(ends: Sequence[int], count: int, covered: int, rows: int) -> str | None:
+    """What is wrong with first and end of the outputs of so many compensators, or None.
+
+    Args:
+        ends: six numbers, as of `PackedCompensators`.
+        count: of compensators.
+        covered: outputs that they have in all.
+        rows: outputs of the product.
+    """
+    spans = list(zip(ends[::2], ends[1::2]))
+    order = [0, *ends[: 2 * count], rows]
+    widths = [end - first for first, end in spans[:count]]
+    if order != sorted(order) or any(map(any, spans[count:])) or sum(widths) != covered:
+        return f"outputs {spans} are not those of {count} compensators in order, {covered} of {rows}"
+    return None
+
+
 def parts(down: Tensor, gates: Tensor | None, scales: Tensor, up: Tensor, columns: int, spans: Sequence[int]) -> list:
     """(first output, float32 tensors A, B and of the gate) of each compensator, padded channels included."""
     R = down.shape[1]
@@ -281,19 +305,12 @@ def limit(
     if count > MOST_LAYERS or R % PAD or R > MOST_RANK or width != columns + -columns % 16:
         shape = f"[1 to {MOST_LAYERS}, a multiple of {PAD} up to {MOST_RANK}, {columns + -columns % 16}]"
         return f"down is {list(down.shape)}, expected {shape}"
-    if gates is not None and (hidden_of(gates, R) < 1 or (gates.shape[1] - R) % (2 * R * R + R)):
-        return f"gates are {list(gates.shape)}, expected 2 h R^2 + h R + R columns for R = {R}"
+    if sentence := wrong_gates(gates, R):
+        return sentence
     if not fits(R, hidden_of(gates, R)):
         return f"gates of {hidden_of(gates, R)} x {R} hidden units do not fit the shared memory of a thread block"
-    spans = [(first, end), (first2, end2), (first3, end3)]
-    order = [0]
-    covered = 0
-    for begin, behind in spans[:count]:
-        order += [begin, behind]
-        covered += behind - begin
-    order.append(rows)
-    if order != sorted(order) or any(map(any, spans[count:])) or covered != len(up):
-        return f"outputs {spans} are not those of {count} compensators in order, {len(up)} of {rows}"
+    if sentence := wrong_spans((first, end, first2, end2, first3, end3), count, len(up), rows):
+        return sentence
     return misfit(codes.shape, scale_zero.shape, bits, group, rows, columns, symmetric)
 
 

@@ -206,10 +206,15 @@ def wna16(x: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:
-    """Write x W^T of one token `[1, K]` into y `[1, N]`, a slice of a longer row; as `wna16`, without a copy."""
+    """Write x W^T of one token `[1, K]` into y `[1, N]`, a slice of a longer row; as `wna16`, without a copy.
+
+    Raises:
+        ValueError: shapes, types or devices that do not fit together.
+    """
     if known_path(1, packed.rows, packed.columns, packed.bits, x.device) == "decode":
         wna16_gemv.into(x.contiguous(), packed, y)
     else:
+        wna16_gemv.check_into(x.contiguous(), packed, y)
         y.copy_(wna16(x, packed))
 
 

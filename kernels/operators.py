@@ -368,6 +368,56 @@ def checker(
     return check
 
 
+def tensor_check(
+    name: str, arguments: Mapping[str, Argument], limit: Callable[..., str | None] | None = None
+) -> Callable[..., None]:
+    """The check of an operator for a function that is none, such as one that takes addresses of other devices.
+
+    Args:
+        name: of the function, which begins every message.
+        arguments: its tensors by name, in the order in which the check takes them; the first is never None.
+        limit: takes these tensors, already checked by `arguments`; says what is wrong in a sentence, or None.
+
+    Returns:
+        What raises ValueError as an operator does.
+    """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(argument, kind) for argument in arguments])
+    check = checker(name, signature, arguments, limit)
+    return lambda *tensors: check(tensors)
+
+
+def checked_once(check: Callable[[tuple, tuple], None]) -> Callable[[tuple, tuple], None]:
+    """A check of numbers and tensors that passes calls like ones before: then it compares tensors alone, in 1 us.
+
+    Args:
+        check: raises ValueError; of tensors, some of which may be None, it looks at dtypes, devices, sizes, layouts
+            and whether addresses are multiples of `VECTOR`.
+    """
+    seen: dict[tuple | None, tuple[Callable, ...]] = {}
+
+    def checked(numbers: tuple, tensors: tuple) -> None:
+        key = len(tensors), numbers
+        alike = seen.get(key, ())
+        for recognizes in alike:
+            if recognizes(tensors):
+                return
+        check(numbers, tensors)
+        if len(alike) < MOST_ALIKE:
+            recognizes = recognizer(tensors, range(len(tensors)))
+            if recognizes(tensors):  # not where an address is no multiple of `VECTOR`
+                remember(seen, key, (*alike, recognizes))
+
+    return checked
+
+
+def not_on_gpu(tensor: Tensor, name: str) -> str | None:
+    """Why a GPU does not compute with a float32 tensor where a reference does, or None where it need not."""
+    if tensor.dtype == torch.float32 and tensor.device.type == "cuda":
+        return f"{name} is float32; on a GPU it is float16 or bfloat16"
+    return None
+
+
 def slots_of(parameters: list[str], arguments: Mapping[str, Argument]) -> list[Slot]:
     """Arguments in the order of a signature, each with where its sizes appeared before."""
     slots: list[Slot] = []

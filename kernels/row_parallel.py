@@ -31,8 +31,8 @@ from repro.core.errors import UserError
 from repro.kernels import compensated_gemv as ec
 from repro.kernels import nvrtc, rms_norm, wna16_gemv
 from repro.kernels.launch_config import lacks
-from repro.kernels.operators import VECTOR
-from repro.kernels.packing import TILE, PackedWeight, dequantize, pack, unpack
+from repro.kernels.operators import FLOATS, VECTOR, Argument, checked_once, not_on_gpu, plain, tensor_check
+from repro.kernels.packing import TENSORS, TILE, PackedWeight, dequantize, pack, unpack
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_RANKS = 4  # addresses that a launch takes
@@ -173,13 +173,17 @@ def give(
 
     Raises:
         UserError: more ranks than a launch has addresses for.
+        ValueError: tensors that do not fit together.
     """
     if len(to) > MOST_RANKS:
         raise UserError(f"{len(to)} ranks; the kernel gives partial sums to at most {MOST_RANKS}")
-    if x.device.type != "cuda" and config is None:
-        return give_reference(x, packed, down, scales, to)
     form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
     R = 0 if down is None else down.shape[1]
+    own = [memory for memory in to if not isinstance(memory, int)]
+    sizes = x.shape, packed.rows, packed.columns, packed.bits, len(to)
+    check_give(sizes, (x, packed.codes, packed.scale_zero, scales, down, *own))
+    if x.device.type != "cuda" and config is None:
+        return give_reference(x, packed, down, scales, to)
     product, grid, block, width = _product_plan(form, x.dtype, len(to), x.device, **(config or {}))
     if width != packed.columns:
         x = torch.nn.functional.pad(x, (0, width - packed.columns))
@@ -192,6 +196,52 @@ def give(
         latent(ec.SPLITS, ec.THREADS, down, scales, scales, x, scales, *behind)
     product(grid, block, packed.codes, packed.scale_zero, x, x, packed.rows, 1, *addresses)
     return None
+
+
+check_columns = tensor_check(
+    "row_parallel",
+    {
+        "x": Argument(FLOATS, "1 K"),
+        **TENSORS,
+        "scales": Argument((torch.float32,), "1 2 R"),
+        "down": Argument((torch.int8,), "1 R C", VECTOR),
+    },
+    lambda x, *rest: not_on_gpu(x, "x"),
+)
+
+
+@checked_once
+def check_give(numbers: tuple, tensors: tuple) -> None:
+    """Raise ValueError unless what `give` takes fits together.
+
+    Args:
+        numbers: sizes of x, rows, columns and bits of the weight, and how many memories there are.
+        tensors: x, those of the weight, scales, down, and the memories of this process.
+    """
+    _, rows, columns, bits, count = numbers
+    x, codes, scale_zero, scales, down, *memories = tensors
+    if down is not None and scales is None:
+        raise ValueError("row_parallel: down has no scales")
+    check_columns(x, codes, scale_zero, scales, down)
+    values = rows if down is None else rows + down.shape[1]
+    sentence = "" if count else "no memory to give partial sums to"
+    if x.shape[1] != columns:
+        sentence = f"x is {list(x.shape)}, expected [1, {columns}] for a weight of {rows} x {columns}"
+    elif bits != 4:
+        sentence = f"the weight has {bits} bits; the kernel takes 4"
+    elif down is not None and down.shape[2] != columns + -columns % 16:
+        sentence = f"down is {list(down.shape)}, expected [1, {down.shape[1]}, {columns + -columns % 16}]"
+    for memory in memories:
+        fits = memory.ndim == 1 and memory.shape[0] >= values and memory.is_contiguous() and memory.device == x.device
+        if not fits or memory.dtype not in (torch.int64, torch.float32):
+            kind = f"a {plain(memory.dtype)} tensor {list(memory.shape)} on {memory.device}"
+            sentence = (
+                f"memory must be a contiguous int64 or float32 tensor [{values} or more] on {x.device}, not {kind}"
+            )
+        elif memory.dtype == torch.float32 and count > 1:
+            sentence = f"{count} memories, one of float32, which has no marks; ranks write to int64"
+    if sentence:
+        raise ValueError(f"row_parallel: {sentence}")
 
 
 def _moved(address: Address, values: int) -> Address:
@@ -225,7 +275,11 @@ def take(
         residual, weight: float16 or bfloat16 `[1, N]` and `[N]`.
         eps: of the norm.
         on_kernel: whether the kernel computes it; by default where the memory is on a GPU.
+
+    Raises:
+        ValueError: tensors that do not fit together.
     """
+    check_take((residual.shape, memory.shape), (residual, weight, scales, up, gates, memory))
     if not (memory.device.type == "cuda" if on_kernel is None else on_kernel):
         return take_reference(memory, up, gates, scales, residual, weight, eps)
     ranks = 1 if memory.dtype == torch.float32 else len(memory)
@@ -237,6 +291,42 @@ def take(
     none = [residual if one is None else one for one in (up, gates, scales)]
     function(SPLITS, threads, memory, *none, residual, weight, bits, y, total)
     return y, total
+
+
+check_sums = tensor_check(
+    "row_parallel",
+    {
+        "residual": Argument(FLOATS, "1 N"),
+        "weight": Argument("residual", "N"),
+        "scales": Argument((torch.float32,), "1 2 R"),
+        "up": Argument((torch.int8,), "N R", VECTOR),
+        "gates": Argument((torch.float16,), "1 G", VECTOR),
+    },
+    lambda residual, *rest: not_on_gpu(residual, "residual"),
+)
+
+
+@checked_once
+def check_take(_: tuple, tensors: tuple) -> None:
+    """Raise ValueError unless what `take` takes fits together: residual, weight, scales, up, gates and memory."""
+    residual, weight, scales, up, gates, memory = tensors
+    if up is not None and scales is None:
+        raise ValueError("row_parallel: up has no scales")
+    if up is None and gates is not None:
+        raise ValueError("row_parallel: gates without up")
+    check_sums(residual, weight, scales, up, gates)
+    rows, R = residual.shape[1], 0 if up is None else up.shape[1]
+    given = f"a {plain(memory.dtype)} tensor {list(memory.shape)} on {memory.device}"
+    of_ranks = memory.dtype == torch.int64 and memory.ndim == 2 and 1 <= len(memory) <= MOST_RANKS
+    summed = memory.dtype == torch.float32 and memory.ndim == 1
+    sentence = ec.wrong_gates(gates, R)
+    if not (of_ranks or summed) or memory.shape[-1] < rows + R or memory.device != residual.device:
+        kinds = f"int64 [1 to {MOST_RANKS}, {rows + R} or more] or float32 [{rows + R} or more] on {residual.device}"
+        sentence = f"memory must be {kinds}, not {given}"
+    elif not memory.is_contiguous():
+        sentence = f"memory must be contiguous, not a strided {given[2:]}"
+    if sentence:
+        raise ValueError(f"row_parallel: {sentence}")
 
 
 def loads(

@@ -28,12 +28,13 @@ from torch import Tensor
 from repro.core.errors import UserError
 from repro.kernels import argmax, nvrtc
 from repro.kernels.launch_config import lacks
+from repro.kernels.operators import FLOATS, VECTOR, Argument, checked_once, plain, tensor_check
 from repro.kernels.packing import TILE
 from repro.kernels.row_parallel import MOST_RANKS, Address
 
 SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 1024  # of a block of `give`
-MOST_ROWS = 64  # rows that `take` chooses of, a thread each
+MOST_ROWS = 64  # rows that a launch of `take` chooses of, a thread each
 LOW = (1 << 32) - 1  # the half of a word that has the token
 MAGNITUDE = (1 << 31) - 1  # all bits of a float but its sign
 EXPONENT = 0x7F800000  # bits of a float that are all set in what is not finite
@@ -121,11 +122,15 @@ def give(logits: Tensor, count: int, first: int, to: Sequence[Address], on_kerne
 
     Raises:
         UserError: more ranks than a launch has addresses for.
+        ValueError: logits, numbers or memories that do not fit together.
     """
     if len(to) > MOST_RANKS:
         raise UserError(f"{len(to)} ranks; the kernel gives words to at most {MOST_RANKS}")
     by_default = logits.device.type == "cuda" and logits.dtype != torch.float32
-    if not (by_default if on_kernel is None else on_kernel):
+    by_kernel = by_default if on_kernel is None else on_kernel
+    own = [memory for memory in to if not isinstance(memory, int)]
+    check_give((logits.shape, count, first, len(to), by_kernel), (logits, *own))
+    if not by_kernel:
         return give_reference(logits, count, first, to)
     function = _give_plan(logits.dtype, len(to), logits.device)
     addresses = [*to, *[to[0]] * (MOST_RANKS - len(to))]
@@ -133,20 +138,74 @@ def give(logits: Tensor, count: int, first: int, to: Sequence[Address], on_kerne
     return None
 
 
+check_logits = tensor_check("vocabulary_argmax", {"logits": Argument(FLOATS, "T stride")})
+
+
+@checked_once
+def check_give(numbers: tuple, tensors: tuple) -> None:
+    """Raise ValueError unless what `give` takes fits together.
+
+    Args:
+        numbers: sizes of the logits, `count`, `first`, how many memories there are, and whether the kernel computes.
+        tensors: the logits, and the memories of this process.
+    """
+    _, count, first, memories, by_kernel = numbers
+    logits, *own = tensors
+    check_logits(logits)
+    rows, stride = logits.shape
+    sentence = "" if memories else "no memory to give words to"
+    if not 0 <= count <= stride or not 0 <= first <= LOW - count:
+        sentence = f"{count} tokens from {first} on are not among {stride} logits a row, or beyond 32 bits"
+    elif by_kernel and (logits.dtype == torch.float32 or stride % 8 or logits.data_ptr() % VECTOR):
+        want = f"float16 or bfloat16 with rows of a multiple of 8 at a multiple of {VECTOR} bytes"
+        sentence = f"logits are {plain(logits.dtype)} {list(logits.shape)}; the kernel takes {want}"
+    for memory in own:
+        fits = memory.ndim == 1 and len(memory) >= rows and memory.is_contiguous() and memory.device == logits.device
+        if not fits or memory.dtype != torch.int64:
+            kind = f"a {plain(memory.dtype)} tensor {list(memory.shape)} on {memory.device}"
+            sentence = f"memory must be a contiguous int64 tensor [{rows} or more] on {logits.device}, not {kind}"
+    if sentence:
+        raise ValueError(f"vocabulary_argmax: {sentence}")
+
+
 def take(memory: Tensor, rows: int, on_kernel: bool | None = None) -> Tensor:
     """Tokens int64 `[T]` once every rank has given its words.
 
     Args:
         memory: int64 `[ranks, T or more]` of this rank, or `[T]`, the largest words over ranks.
-        rows: T, at most `MOST_ROWS`.
+        rows: T; of the memory that others write to at most `MOST_ROWS`.
         on_kernel: whether the kernel computes it; by default where the memory is on a GPU.
+
+    Raises:
+        ValueError: a memory that has no such words.
     """
+    check_take((memory.shape, rows), (memory,))
     if not (memory.device.type == "cuda" if on_kernel is None else on_kernel):
         return take_reference(memory, rows)
-    ranks = 1 if memory.ndim == 1 else len(memory)
     tokens = torch.empty(rows, dtype=torch.int64, device=memory.device)
-    _take_plan(ranks, memory.device)(1, MOST_ROWS, memory, memory.shape[-1], rows, tokens)
+    if memory.ndim == 2:
+        _take_plan(len(memory), memory.device)(1, MOST_ROWS, memory, memory.shape[1], rows, tokens)
+        return tokens
+    chosen = _take_plan(1, memory.device)
+    for words, own in zip(memory[:rows].split(MOST_ROWS), tokens.split(MOST_ROWS)):
+        chosen(1, MOST_ROWS, words, len(words), len(words), own)
     return tokens
+
+
+@checked_once
+def check_take(numbers: tuple, tensors: tuple) -> None:
+    """Raise ValueError unless a memory has words of so many rows; `numbers` are its sizes and these."""
+    (_, rows), (memory,) = numbers, tensors
+    sentence = ""
+    if memory.dtype != torch.int64 or memory.ndim not in (1, 2) or not memory.is_contiguous():
+        kind = f"{plain(memory.dtype)} {list(memory.shape)} with strides {memory.stride()}"
+        sentence = f"memory is {kind}, expected contiguous int64 [ranks, rows] or [rows]"
+    elif not 1 <= rows <= memory.shape[-1]:
+        sentence = f"{rows} rows of a memory of {memory.shape[-1]}"
+    elif memory.ndim == 2 and not (rows <= MOST_ROWS and 1 <= len(memory) <= MOST_RANKS):
+        sentence = f"{rows} rows of {len(memory)} ranks; ranks write up to {MOST_ROWS} rows of up to {MOST_RANKS}"
+    if sentence:
+        raise ValueError(f"vocabulary_argmax: {sentence}")
 
 
 def loads(ranks: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from repro.kernels import nvrtc, quantize_2bit
 from repro.kernels import w2a2_format as form
 from repro.kernels.launch_config import CLUSTERS, LaunchPlan, lacks, launch_config, processors, registers
-from repro.kernels.operators import FLOATS, VECTOR, Argument, operator
+from repro.kernels.operators import FLOATS, VECTOR, Argument, checked_once, operator, tensor_check
 from repro.kernels.w2a2_format import FACTORS, UNITS
 
 CASES = [  # tokens, output and input channels (ragged ones; Llama 3 8B and 70B), dtype, seed
@@ -315,14 +315,32 @@ def launch(
         layers: outputs of each layer of x that reads columns of its own, at most three of as many columns; multiples
             of 8 except the last.
     """
-    return into(x.new_empty(x.shape[0], len(factors)), x, units, factors, index, config, layers)
+    return fill(x.new_empty(x.shape[0], len(factors)), x, units, factors, index, config, layers)
 
 
-def into(
+def into(y: Tensor, x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None) -> Tensor:
+    """The operator into y [M, N], contiguous, which may be a part of a longer row.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+    """
+    check_into((x.shape,), (x, units, factors, index, y))
+    return fill(y, x, units, factors, index)
+
+
+@checked_once
+def check_into(_: tuple, tensors: tuple) -> None:
+    """Raise ValueError unless the operator takes all tensors but the last, and that is what it is written to."""
+    x, units, factors, index, y = tensors
+    w2a2_gemv.check((x, units, factors, index))
+    check_written(x, y, factors)
+
+
+def fill(
     y: Tensor, x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None, config: dict | None = None,
     layers: tuple[int, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """The same into y [M, N], contiguous, which may be a part of a longer row."""
+    """`launch` into y [M, N], which is not checked either."""
     inputs = x, index, None, None, None
     shape = x.shape[0], len(factors), groups_of(*inputs, layers=len(layers) or 1) * form.GROUP
     return run(y, inputs, units, factors, config or configuration("w2a2_gemv", *shape, x.device), layers)
@@ -342,6 +360,7 @@ def limit(x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None
     return form.misfit(x.shape[0], len(index) // form.GROUP, units, factors)
 
 
+check_written = tensor_check("w2a2_gemv", {"x": Argument(FLOATS, "M K"), "y": Argument("x", "M N"), "factors": FACTORS})
 w2a2_gemv = operator(
     "w2a2_gemv",
     reference,

@@ -39,7 +39,7 @@ from torch.nn.functional import pad
 from repro.kernels import nvrtc
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.launches import Step, behind
-from repro.kernels.operators import HALVES, VECTOR, Argument, operator
+from repro.kernels.operators import HALVES, VECTOR, Argument, checked_once, operator, tensor_check
 from repro.kernels.packing import TENSORS, TILE, PackedWeight, dequantize, misfit, pack
 from repro.kernels.prepared import blank
 
@@ -234,8 +234,32 @@ def into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:
         x: float16 or bfloat16 `[1, K]`, contiguous, on a CUDA device.
         packed: the weight `[N, K]` there.
         y: `[1, N]` of x's type, as a slice of a longer row.
+
+    Raises:
+        ValueError: shapes, types or devices that do not fit together.
     """
+    check_into(x, packed, y)
     _run(x, packed.codes, packed.scale_zero, _plan(_form(packed), x.dtype, 1, x.device), y)
+
+
+def check_into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:
+    """Raise ValueError unless x, a weight and what its product is written to fit together."""
+    check_tensors((x.shape, *_form(packed)), (x, packed.codes, packed.scale_zero, y))
+
+
+@checked_once
+def check_tensors(numbers: tuple, tensors: tuple) -> None:
+    """`check_into` by the sizes of x and the weight's form, and by x, codes, scale_zero and y."""
+    _, *form = numbers
+    *inputs, y = tensors
+    OPERATOR.check((*inputs, *form))
+    check_written(inputs[0], y)
+    rows = form[2]
+    if y.shape[1] != rows:
+        raise ValueError(f"wna16_gemv: y is {list(y.shape)}, expected [1, {rows}]")
+
+
+check_written = tensor_check("wna16_gemv", {"x": Argument(HALVES, "1 K"), "y": Argument("x", "1 N")})
 
 
 def prepare(

@@ -75,6 +75,15 @@ def test_sources_choose_in_odd_rows_as_one_gpu_does(emulated, collected):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("rows", [kernel.MOST_ROWS, kernel.MOST_ROWS + 1, 2 * kernel.MOST_ROWS + 5])
+def test_collected_words_of_any_number_of_rows_are_taken(emulated, rows):
+    """A launch has a thread a row; what it does not reach would be memory that nobody wrote."""
+    whole = torch.randn(rows, 40, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    (tokens,) = kernel.launch(parts_of(whole, 3), collected=True)
+    assert torch.equal(tokens, argmax.reference(whole))
+
+
+@cuda_on_cpu.NEEDS_COMPILER
 def test_sources_clear_what_they_take(emulated):
     """So that the next words are waited for; twice into the same memory, the second choice being another."""
     case = SMALL[1]
