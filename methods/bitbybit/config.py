@@ -32,7 +32,8 @@ class Config:
         scale: how group scales are stored (section 3.5).
         levels: the asymmetric grid, or SEQ's levels (appendix B.4).
         split: what the branches of a split input channel are (section 3.4 and appendix C, which compares with naive
-            ones); "none" splits no channel.
+            ones); "none" splits no channel. Channels are chosen once, before training; that the metric is used "at
+            each step" (appendix A.5) may also mean that each stage chooses anew.
         split_metric: by which channels are ranked (section 4.4); the paper's choice is the product.
         split_text: the text that they are ranked on, by a scale's name such as c4 (appendix E, Table 6); by default
             that which is trained on, as in section 4.1. The metric "weight" reads none.

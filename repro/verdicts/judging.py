@@ -279,28 +279,50 @@ def p_failing(case: Case) -> float:
 def direction(failing: Sequence[Case], neutral: float = 0.0) -> str:
     """How the failing cases differ from the paper: the most frequent of `DIRECTIONS`, of ties the mildest.
 
+    Without a printed value in the same unit, an effect is larger where the predicate is satisfied between it and none.
+
     Args:
         failing: the cases that fail.
         neutral: the quantity if nothing has an effect: 0 for a difference, 1 for a ratio.
     """
     words = []
     for case in failing:
-        nothing, much = satisfied(case.holds, np.asarray([neutral, neutral + 1e9]))
-        upward = much or (case.printed is not None and case.printed > neutral)
         low, high = case.lo - neutral, case.hi - neutral
-        if not upward:
+        if not _is_upward(case, neutral):
             low, high = -high, -low
-        if high < 0 or (high == 0 and low < 0):
+        if high < 0:
             words.append(DIRECTIONS[0])
         elif low <= 0:
             words.append(DIRECTIONS[1])
         else:
             if case.printed is not None and not case.nats:
-                larger = abs(case.measured - neutral) > abs(case.printed - neutral)
+                is_larger = abs(case.measured - neutral) > abs(case.printed - neutral)
             else:
-                larger = nothing and not much  # what may have at most a small effect has more
-            words.append(DIRECTIONS[3 if larger else 2])
+                smaller_effects = np.linspace(neutral, case.measured, 1001)
+                is_larger = satisfied(case.holds, smaller_effects).any()
+            words.append(DIRECTIONS[3 if is_larger else 2])
     return max(words, key=lambda word: (words.count(word), DIRECTIONS.index(word)))
+
+
+def _is_upward(case: Case, neutral: float) -> bool:
+    """Whether the effect that a failing case's claim is about is above `neutral`, by its predicate or printed value.
+
+    A predicate that no effect satisfies asks for one on the side where it is satisfied. One that no effect satisfies
+    too, as "costs at most 5 %", says on which side it allows one; an effect that is forbidden altogether, as "costs
+    nothing", is opposite to it.
+    """
+    nothing, much = satisfied(case.holds, np.asarray([neutral, neutral + 1e9]))
+    if much and not nothing:
+        return True
+    if case.printed is not None:
+        return case.printed > neutral
+    least = 1e-6 * (1 + abs(neutral))
+    if not nothing:
+        above = neutral + least * np.logspace(0, 15, 1501)
+        return bool(satisfied(case.holds, above).any())
+    measured_above = case.lo > neutral
+    allowed = satisfied(case.holds, np.asarray([neutral + least if measured_above else neutral - least]))[0]
+    return bool(measured_above == allowed)
 
 
 def together(verdicts: Sequence[int | None], most: bool = False) -> int:

@@ -365,11 +365,25 @@ def test_holm_rejects_no_more_than_single_tests_and_no_less_than_bonferroni(ts, 
         (">= 0.5", 0.6, (-0.1, 0.2, 0.3), 0, "no effect"),
         (">= 0.5", 0.6, (-0.3, -0.2, -0.1), 0, "opposite direction"),
         ("<= 0.1", 0.05, (0.2, 0.3, 0.4), 0, "same direction, larger"),
-        ("<= 0.1", None, (0.2, 0.3, 0.4), 0, "opposite direction"),
+        ("<= 0.1", None, (0.2, 0.3, 0.4), 0, "same direction, larger"),  # costs a little, and here more
+        ("<= 0", None, (0.2, 0.3, 0.4), 0, "opposite direction"),  # costs nothing
+        ("<= 0", -0.01, (0.2, 0.3, 0.4), 0, "opposite direction"),
+        (">= -0.1", None, (-0.4, -0.3, -0.2), 0, "same direction, larger"),
+        (">= 0", None, (-0.4, -0.3, -0.2), 0, "opposite direction"),
+        ("0.9 <= x <= 1.1", None, (1.2, 1.3, 1.4), 1, "same direction, larger"),
+        ("0.9 <= x <= 1.1", None, (0.6, 0.7, 0.8), 1, "same direction, larger"),
+        ("0.9 <= x <= 1", None, (1.2, 1.3, 1.4), 1, "opposite direction"),
+        ("1.3 <= x <= 2.5", None, (59, 65, 71), 1, "same direction, larger"),  # asks for an effect, within a band
+        ("0.45 <= x <= 0.55", None, (0.36, 0.37, 0.38), 0, "same direction, smaller"),
+        ("0.45 <= x <= 0.55", None, (-0.4, -0.3, -0.2), 0, "opposite direction"),
+        ("< 0.5", None, (0.97, 0.98, 0.99), 1, "same direction, smaller"),  # halved, and here next to nothing
+        ("< 0.5", None, (1.1, 1.2, 1.3), 1, "opposite direction"),
+        ("<= 0.465", 0.46, (0.77, 0.84, 0.91), 1, "same direction, smaller"),
         (">= 2", 2.2, (1.1, 1.2, 1.3), 1, "same direction, smaller"),
         (">= 2", 2.2, (0.7, 0.8, 0.9), 1, "opposite direction"),
         ("> 0", -1.5, (-0.3, -0.2, -0.1), 0, "opposite direction"),
         ("> 0", None, (0.0, 0.0, 0.0), 0, "no effect"),
+        ("> 0", 4.7, (-0.03, 0.0, 0.0), 0, "no effect"),
     ],
 )
 def test_what_fails_is_said_by_its_direction(holds, printed, interval, neutral, word):
@@ -816,3 +830,14 @@ def test_no_threshold_changes_without_its_reason():
             for text in re.findall(r"\d+(?:\.\d+)?", " ".join(holds + nats)):
                 said = re.search(rf"(?<![\d.]){re.escape(text)}(?![\d.]*\d)", entry["because"])
                 assert said, f"{claim.claim}: the reason does not name {text}"
+
+
+RATIO = r"(?:\w+ / \w+|min\(\w+ / \w+(?:, \w+ / \w+)*\))"
+
+
+def test_a_ratio_of_two_cells_has_no_effect_at_one():
+    """With 0 in its place, a speed-up of 0.9 or a loss of a sixth would be said to go in the claimed direction."""
+    ratios = [claim for claims in written_claims().values() for claim in claims if re.fullmatch(RATIO, claim.quantity)]
+    assert len(ratios) > 40
+    for claim in ratios:
+        assert claim.neutral == 1, f"{claim.table}: {claim.claim}, {claim.says}"
