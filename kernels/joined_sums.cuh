@@ -4,7 +4,7 @@
 
 // Sums of a tile of 8 NT tokens += W [64, 16] x^T [16, 8 NT] by a warpgroup: an instruction for each 160 tokens or fewer.
 // FIRST: the sums are these products alone.
-template <bool FIRST = false> INLINE void multiply_tile(float (&sum)[NT][4], const u32 *a, u32 x) {
+template <bool FIRST = false> INLINE void multiply_tile(float (&sum)[NT][4], const u32 *a, u64 x) {
     constexpr int PARTS = (NT + 19) / 20, PART = (NT + PARTS - 1) / PARTS, LAST = NT - (PARTS - 1) * PART;
     UNROLL for (int n = 0; n < NT - LAST; n += PART) wgmma<BF16, PART * 8, FIRST>(sum + n, a, x + n * 64);
     wgmma<BF16, LAST * 8, FIRST>(sum + NT - LAST, a, x + (NT - LAST) * 64);

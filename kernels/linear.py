@@ -9,7 +9,9 @@
                 32 MiB of which stay with the device (`prepared.Scratch`)
 
 The largest M for which each of the first two paths is used is data: `kernels/configs/<device>.json`, "linear", "w4 NxK"
-(bits and shape, measured with groups of 128), or "default". `LIMITS`: the largest M each path supports.
+(bits and shape, measured with groups of 128), or "default". Where the decode kernel, which multiplies in x's type, is
+the faster one for more tokens in float16 than in bfloat16, "decode_fp16" says for how many. `LIMITS`: the largest M
+each path supports.
 """
 
 from collections.abc import Callable
@@ -52,7 +54,8 @@ def path(x: Tensor, packed: PackedWeight) -> str:
     Raises:
         ValueError: x `[..., K]` does not fit the weight.
     """
-    return path_of(_tokens(x, packed).shape[0], packed.rows, packed.columns, packed.bits, packed.codes.device)
+    tokens = _tokens(x, packed).shape[0]
+    return path_of(tokens, packed.rows, packed.columns, packed.bits, packed.codes.device, x.dtype)
 
 
 def _tokens(x: Tensor, packed: PackedWeight) -> Tensor:
@@ -64,19 +67,23 @@ def _tokens(x: Tensor, packed: PackedWeight) -> Tensor:
     return x.reshape(-1, packed.columns).contiguous()
 
 
-def path_of(tokens: int, rows: int, columns: int, bits: int, device: torch.device | str) -> str:
-    """The code path for a number of tokens and a layer `[rows, columns]` of codes of some bits on a device."""
+def path_of(
+    tokens: int, rows: int, columns: int, bits: int, device: torch.device | str, dtype: torch.dtype
+) -> str:
+    """The code path for a number of tokens in a type and a layer `[rows, columns]` of codes of some bits on a device."""
     last = launch_config("linear", f"w{bits} {rows}x{columns}", device) or launch_config("linear", "default", device)
-    for name in ("decode", "gemm"):
-        if tokens <= min((last or FALLBACK)[name], LIMITS[name]):
+    last = last or FALLBACK
+    decoded = last.get("decode_fp16", last["decode"]) if dtype == torch.float16 else last["decode"]
+    for name, most in (("decode", decoded), ("gemm", last["gemm"])):
+        if tokens <= min(most, LIMITS[name]):
             return name
     return "dequantize"
 
 
 @lru_cache(maxsize=4096)
-def known_path(tokens: int, rows: int, columns: int, bits: int, device: torch.device) -> str:
+def known_path(tokens: int, rows: int, columns: int, bits: int, device: torch.device, dtype: torch.dtype) -> str:
     """`path_of`, looked up once a process: it takes a quarter of the host's time for `F.linear`."""
-    return path_of(tokens, rows, columns, bits, device)
+    return path_of(tokens, rows, columns, bits, device, dtype)
 
 
 def on_cpu(
@@ -99,7 +106,7 @@ def prepare(
 ) -> Callable[..., Tensor]:
     """The launch of the operator for calls like this one, by its code path."""
     weight = codes, scale_zero, bits, group, rows, columns, symmetric
-    chosen = known_path(x.shape[0], rows, columns, bits, x.device)
+    chosen = known_path(x.shape[0], rows, columns, bits, x.device, x.dtype)
     if chosen == "decode":
         return wna16_gemv.prepare(x, *weight)
     if chosen == "gemm":
@@ -211,7 +218,7 @@ def into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:
     Raises:
         ValueError: shapes, types or devices that do not fit together.
     """
-    if known_path(1, packed.rows, packed.columns, packed.bits, x.device) == "decode":
+    if known_path(1, packed.rows, packed.columns, packed.bits, x.device, x.dtype) == "decode":
         wna16_gemv.into(x.contiguous(), packed, y)
     else:
         wna16_gemv.check_into(x.contiguous(), packed, y)

@@ -192,10 +192,9 @@ INLINE u32 transpose(u32 pair) {
 #define OF_160 OF_152 ",%76,%77,%78,%79"
 #define SUMS_160 SUMS_152, FOUR(19)
 #define PRODUCT(N, TYPE, ADD, A, B)                                                                                           \
-    asm volatile("{.reg .b64 b; mov.b64 b, {" B ", 0x40000040};" /* swizzle of 128 bytes; 8 rows are 1024 */           \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" OF_##N "}, {" A "}, b, "         \
-                 ADD ", 1, 1, 0;}"                                                                                      \
-                 : SUMS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" OF_##N "}, {" A "}, " B ", "     \
+                 ADD ", 1, 1, 0;"                                                                                       \
+                 : SUMS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define PRODUCTS(TYPE, ADD) \
     if constexpr (N == 8) PRODUCT(8, TYPE, ADD, "%4,%5,%6,%7", "%8"); \
     else if constexpr (N == 16) PRODUCT(16, TYPE, ADD, "%8,%9,%10,%11", "%12"); \
@@ -217,8 +216,9 @@ INLINE u32 transpose(u32 pair) {
     else if constexpr (N == 144) PRODUCT(144, TYPE, ADD, "%72,%73,%74,%75", "%76"); \
     else if constexpr (N == 152) PRODUCT(152, TYPE, ADD, "%76,%77,%78,%79", "%80"); \
     else PRODUCT(160, TYPE, ADD, "%80,%81,%82,%83", "%84");
-INLINE u32 matrix(u32 p) { return p / 16 + (1 << 16); }
-template <int BRAIN, int N, bool FIRST = false> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
+// Swizzle of 128 bytes; 8 rows are 1024. Of 64 bits from the start: an offset is one instruction then, not three.
+INLINE u64 matrix(u32 p) { return 0x40000040ull << 32 | (p / 16 + (1 << 16)); }
+template <int BRAIN, int N, bool FIRST = false> INLINE void wgmma(float (*d)[4], const u32 a[4], u64 b) {
     static_assert(N % 8 == 0 && N <= 160, "no such product");
     if constexpr (BRAIN && FIRST) { PRODUCTS("bf16", "0"); }
     else if constexpr (BRAIN) { PRODUCTS("bf16", "1"); }
@@ -274,6 +274,10 @@ template <int COUNT> INLINE void more_registers() { asm volatile("setmaxnreg.inc
 INLINE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); } // registers are ready
 INLINE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); } // commits a group
 template <int PENDING> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+INLINE float multiplied(float sum) { // of a group that has been waited for, of which the compiler does not know
+    asm volatile("" : "+f"(sum)::"memory");
+    return sum;
+}
 // Makes this thread's writes to shared memory visible to the tensor cores.
 INLINE void show_matrix_unit() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif

@@ -274,6 +274,12 @@ def serving(m: int) -> list[int]:
     return [t for t in TOKENS if m <= t <= last]
 
 
+def recorded_for(tokens: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False) -> dict | None:
+    """What is recorded for one of `TOKENS`, alone or `beside` another launch, or None."""
+    key = tuning_key({"M": tokens, "N": n, "K": k, "bits": bits})
+    return (beside and launch_config(TAIL, key, device)) or launch_config("w4a16_gemm", key, device)
+
+
 def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False) -> dict:
     """The tuned configuration, or that of all `SPACES` with the least `estimate`.
 
@@ -284,11 +290,7 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str,
     do not fill: another is taken where its estimate for them is lower.
     """
     tokens = next((t for t in ESTIMATED if m <= t), -(-m // 8) * 8)
-    recorded = {}
-    for t in TOKENS:
-        if t >= min(m, TOKENS[-1]):
-            key = tuning_key({"M": t, "N": n, "K": k, "bits": bits})
-            recorded[t] = (beside and launch_config(TAIL, key, device)) or launch_config("w4a16_gemm", key, device)
+    recorded = {t: recorded_for(t, n, k, bits, device, beside) for t in TOKENS if t >= min(m, TOKENS[-1])}
     for t in serving(m):
         if recorded[t]:
             return recorded[t]
@@ -477,8 +479,11 @@ DECODE_START, DECODE_TOKEN = 2.5, 0.06  # us of `wna16_gemv.cu`, and by how much
 def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> int:
     """How many of m tokens to multiply in a launch of their own, with the others beside them; 0 for one launch.
 
-    The last wave of thread blocks leaves SMs free, which a few tokens more would make a wave of their own.
+    The last wave of thread blocks leaves SMs free, which a few tokens more would make a wave of their own. Two launches
+    are an estimate: what is recorded for m tokens as they are, and so was timed, stays one.
     """
+    if any(recorded_for(t, n, k, bits, device) for t in serving(m)):
+        return 0
     if m <= 64 or (device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0)):
         return 0
     sms = processors(device)

@@ -17,12 +17,8 @@
 
 constexpr int WARPS = 4 * WGS, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB;
 constexpr int LOADED = (MT + 15) / 16, PLACES = 16 * LOADED;                   // tokens that a producer lane loads; of a stage
-// Columns per unpack and multiply, and how many of them have registers of their own: fewer beside many sums.
-constexpr bool NARROW = WGS > 3 && MT > 64;
-constexpr int STEP = KS >= 128 && !NARROW ? 64 : 32, BUFFERS = NARROW ? 2 : KS / STEP;
 constexpr int AHEAD = (WGS > 2 && LOADED * KS > 512) || (KS == 256 && LOADED > 5) ? 1 : 2;  // stages that a producer lane holds
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
-constexpr bool SUMS_SCALED = !SCALED && FOLD % STEP == 0;
 constexpr int X = PLACES * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
 // A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order.
 constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
@@ -34,6 +30,18 @@ static_assert(STAGES > 1 && RING > 1 && MT % 8 == 0 && KS % KB == 0 && KS % 64 =
 #include "turns.cuh"
 
 constexpr int TURN = stages_of_turn(STAGES, RING, 8);  // of unrolled code
+// Of two groups by turns products have registers of their own: the tensor cores work on one while the sums of the other are
+// scaled. ptxas follows that within a turn of an unrolled loop, which has to be an even number of groups.
+constexpr int MOST_BY_TURNS = WGS == 1 ? 64 : WGS == 2 ? 48 : WGS == 3 ? 40 : 24;  // tokens that there are registers for
+constexpr bool BY_TURNS = !SCALED && FOLD % 64 == 0 && TURN > 1 && TURN * FOLDS % 2 == 0 && MT <= MOST_BY_TURNS;
+constexpr int PARTS = BY_TURNS ? 2 : 1;
+// Five warpgroups have 96 registers; of few tokens, producers need no more than 64 and leave the others 104.
+constexpr bool UNEVEN = WGS == 4 && MT <= 32;
+// Columns per unpack and multiply, and how many of them have registers of their own: fewer beside many sums.
+constexpr bool NARROW = WGS > 3 && MT > 64;
+constexpr int STEP = BY_TURNS && WGS < 3 && MT <= 40 && FOLD < 256 ? FOLD : KS >= 128 && !NARROW ? 64 : 32;
+constexpr int BUFFERS = BY_TURNS || NARROW ? 2 : KS / STEP;
+constexpr bool SUMS_SCALED = !SCALED && FOLD % STEP == 0;
 
 #include "joined_sums.cuh"
 
@@ -125,6 +133,7 @@ __cluster_dims__(SPLIT)
     if (SPLIT > 1) cluster_arrive(), cluster_wait();  // every block has initialized its mbarriers
 
     if (is_producer) {
+        if (UNEVEN) fewer_registers<64>();
         const int token = warp % 4 * 4 + lane % 8 / 2, piece = lane % 2 * 4 + lane / 8;
         const u32 to = stages + token * 128 + (piece ^ token % 8) * 16;
         int i = 0, phase = 0;
@@ -139,6 +148,7 @@ __cluster_dims__(SPLIT)
                 if (++i == STAGES) i = 0, phase++;
             }
     } else {
+        if (UNEVEN) more_registers<104>();
         uint4 words[DEPTH];
         Scales scaling[FOLDS];
         auto read_stage = [&](int j) {
@@ -150,46 +160,48 @@ __cluster_dims__(SPLIT)
             __syncwarp();
         };
         float sum[NT][4] = {};
-        // SUMS_SCALED: products of one group's columns, which its scales multiply when the next group begins.
-        [[maybe_unused]] float part[NT][4] = {}, part_scale[2] = {};
-        auto add_part = [&] {
-            wgmma_wait<0>();
+        // SUMS_SCALED: products of one group's columns, which its scales multiply when the next group has begun.
+        [[maybe_unused]] float part[PARTS][NT][4] = {}, part_scale[PARTS][2] = {};
+        auto add_part = [&](int p) {
             UNROLL for (int n = 0; n < NT; n++) UNROLL for (int v = 0; v < 4; v++)
-                sum[n][v] += part_scale[v / 2] * part[n][v];
+                sum[n][v] += part_scale[p][v / 2] * multiplied(part[p][n][v]);
         };
         u32 a[BUFFERS][STEP / 4];
         int i = 0, phase = 0, j = 0;
         read_stage(0);
         for (int first = begin; first < end; first += TURN) UNROLL for (int u = 0; u < TURN; u++) {
             const int slab = first + u;
+            if (BY_TURNS && may_end(u, TURN)) wgmma_wait<0>();
             if (may_end(u, TURN) && slab >= end) break;
             if (TURN > 1) i = u % STAGES, j = u % RING;
             copy_stage(slab + RING - 1, j == 0 ? RING - 1 : j - 1);
             if (++j == RING) j = 0;
             UNROLL for (int column = 0; column < KS; column += STEP) {
-                auto& now = a[column / STEP % BUFFERS];
+                const int p = (u * FOLDS + column / FOLD) % PARTS;  // whose turn it is
+                auto& now = a[(u * KS + column) / STEP % BUFFERS];
                 UNROLL for (int r = 0; r < STEP / 4; r++) {
                     const int of = column / 4 + r;
                     const u32 word = (&words[of / PER_WORD / 4].x)[of / PER_WORD % 4];
                     const Factors f = factors(scaling[of / 4 * 16 / FOLD], r % 2);
                     now[r] = SUMS_SCALED ? unpack(word, of % PER_WORD, f.minus_zero) : unpack(word, of % PER_WORD, f);
                 }
-                if (SUMS_SCALED && column % FOLD == 0) {
-                    add_part();
-                    const Scales& of = scaling[column / FOLD];
-                    UNROLL for (int row = 0; row < 2; row++) part_scale[row] = scale(of, row) * (1 << DOWN);
-                }
+                const bool group_begins = SUMS_SCALED && column % FOLD == 0;
+                if (group_begins && !BY_TURNS) wgmma_wait<0>(), add_part(0);
+                if (group_begins) UNROLL for (int row = 0; row < 2; row++)
+                    part_scale[p][row] = scale(scaling[column / FOLD], row) * (1 << DOWN);
                 if (column + STEP == KS) read_stage(j);
                 if (column == 0) signal_wait(full + i * 8, phase);
+                if (BY_TURNS && u + column == 0) wgmma_wait<0>();
                 wgmma_begin();
                 UNROLL for (int k = 0; k < STEP; k += 16) {
-                    const u32 of = matrix(stages + i * X) + (column + k) / 64 * PLACES * 8 + (column + k) % 64 / 8;
+                    const u64 of = matrix(stages + i * X) + (column + k) / 64 * PLACES * 8 + (column + k) % 64 / 8;
                     if constexpr (!SUMS_SCALED) multiply_tile(sum, now + k / 4, of);
-                    else if (column % FOLD == 0 && k == 0) multiply_tile<true>(part, now, of);
-                    else multiply_tile(part, now + k / 4, of);
+                    else if (column % FOLD == 0 && k == 0) multiply_tile<true>(part[p], now, of);
+                    else multiply_tile(part[p], now + k / 4, of);
                 }
                 wgmma_end();
                 wgmma_wait<BUFFERS - 1>();  // the next buffer of `a` is free; before the last step, the previous stage
+                if (BY_TURNS && group_begins) add_part(1 - p);
                 // All lanes of the warp have waited (`.sync`), so one arrives for them. No `__syncwarp()` here: ptxas
                 // would take it for the end of the pipeline of products and let each product wait (C7513).
                 if (column == (BUFFERS - 2) * STEP && slab > begin && lane == 0)
@@ -198,7 +210,8 @@ __cluster_dims__(SPLIT)
             if (++i == STAGES) i = 0, phase++;
         }
         wgmma_wait<0>();
-        if (SUMS_SCALED) add_part();
+        const bool last = SUMS_SCALED && (end - begin) * FOLDS % PARTS == 0;
+        if (SUMS_SCALED) last ? add_part(PARTS - 1) : add_part(0);
         wait_for_copies<0>();
         land_sums(sum, landing, landed, rank, 0, warp, lane);
     }

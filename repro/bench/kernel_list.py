@@ -108,9 +108,13 @@ def _product(name: str, bits: int, group: int, symmetric: bool, dtype: str) -> C
     return prepare
 
 
-def linear_way(layer: Layer, count: int) -> str:
-    """The path that the dispatcher takes, as the note of a row."""
-    return "by " + load("linear").path_of(count, layer.rows, layer.columns, 4, layer.device)
+def linear_way(dtype: str) -> Callable[[Layer, int], str]:
+    """The path that the dispatcher takes in a type, as the note of a row."""
+
+    def way(layer: Layer, count: int) -> str:
+        return "by " + load("linear").path_of(count, layer.rows, layer.columns, 4, layer.device, DTYPES[dtype])
+
+    return way
 
 
 def w8a8_way(layer: Layer, count: int) -> str:
@@ -272,7 +276,7 @@ OURS = {
         # Of few tokens this is the decode kernel in bf16; its own rows are of fp16.
         _provider("w8a8", "w8a8", _w8a8("w8a8", "bf16"), "bf16", note=w8a8_way),
         *(
-            _provider("linear", "w4-g128", _product("linear", 4, 128, False, d), d, least=2, note=linear_way)
+            _provider("linear", "w4-g128", _product("linear", 4, 128, False, d), d, least=2, note=linear_way(d))
             for d in DTYPES
         ),
         # Two paths of `linear` by themselves, on which its choice is based.

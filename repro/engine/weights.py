@@ -103,7 +103,8 @@ class Packed(nn.Module):
     def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
         """The product with its weight dequantized, if a call with so many tokens would do that each time."""
         packed = self.packed
-        if kernel.path_of(tokens, packed.rows, packed.columns, packed.bits, packed.codes.device) != "dequantize":
+        layer = packed.rows, packed.columns, packed.bits, packed.codes.device
+        if kernel.path_of(tokens, *layer, dtype) != "dequantize":
             return self
         form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
         weight = dequantize(packed.codes, packed.scale_zero, *form, dtype)

@@ -28,7 +28,7 @@ def test_a_choice_is_looked_up_once(recorded, monkeypatch):
     monkeypatch.setattr(linear, "path_of", lambda *given: asked.append(given) or "decode")
     asked = []
     for tokens in (1, 1, 2, 1):
-        assert linear.known_path(tokens, 48, 256, 4, torch.device("cpu")) == "decode"
+        assert linear.known_path(tokens, 48, 256, 4, torch.device("cpu"), torch.float16) == "decode"
     assert [each[0] for each in asked] == [1, 2]
 
 
@@ -41,6 +41,18 @@ def test_path_follows_the_recorded_crossover(recorded):
     assert linear.path(x[:1], packed) == linear.path(x[:32], packed) == "gemm"
 
 
+def test_float16_may_have_a_crossover_of_its_own(recorded):
+    """The decode kernel's products are in x's type, those of the tensor cores take as long in both."""
+    recorded["default"] = {"decode": 1, "decode_fp16": 8, "gemm": 16}
+    for dtype, last in ((torch.float16, 8), (torch.bfloat16, 1)):
+        x, packed = inputs(9, dtype=dtype)
+        ways = [linear.path(x[:m], packed) for m in range(1, 10)]
+        assert ways == ["decode"] * last + ["gemm"] * (9 - last), dtype
+    recorded["default"] = {"decode": 2, "gemm": 16}
+    assert linear.path(inputs(2, dtype=torch.float16)[0], packed) == "decode"
+    assert linear.path(inputs(3, dtype=torch.float16)[0], packed) == "gemm"
+
+
 def test_recorded_crossover_never_exceeds_what_a_way_can_do(recorded):
     x, packed = inputs(17)
     recorded["default"] = {"decode": 1000, "gemm": 100000}
@@ -51,7 +63,7 @@ def test_recorded_crossover_never_exceeds_what_a_way_can_do(recorded):
 def test_without_measurements_there_is_a_fallback(recorded):
     x, packed = inputs(1)
     assert linear.path(x, packed) == "decode"
-    ways = [linear.path_of(m, packed.rows, packed.columns, packed.bits, "cpu") for m in (8, 9, 128, 129)]
+    ways = [linear.path_of(m, packed.rows, packed.columns, packed.bits, "cpu", x.dtype) for m in (8, 9, 128, 129)]
     assert ways == ["decode", "gemm", "gemm", "dequantize"]
 
 
@@ -147,6 +159,23 @@ def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monk
     x = torch.zeros(353, 4096, dtype=torch.float16)
     assert linear.tokens_of_head(x, 14336, 4096, 4) == 352
     assert linear.tokens_of_head(torch.zeros(353, 4097).half(), 14336, 4097, 4) == 0  # rows that are not aligned
+    w4a16_gemm.tokens_of_head.cache_clear()
+
+
+def test_what_is_recorded_for_so_many_tokens_stays_one_launch(monkeypatch):
+    """A second launch is an estimate: of 256 tokens, which one launch of two tiles of 128 is estimated to take long for."""
+    slow = {"WGS": 3, "MT": 128, "KS": 64, "STAGES": 3, "RING": 3, "SPLIT": 2, "KNOWN": 1}
+    first = {"WGS": 4, "MB": 1, "KS": 128, "STAGES": 5, "RING": 3, "SPLIT": 2}  # of 192 tokens
+    device, alone = torch.device("cpu"), w4a16_gemm.configuration
+    heads = []
+    for of_record in (slow, None):
+        recorded = {"w4 m256 5120x5120": of_record}
+        monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, _, known=recorded: known.get(key))
+        choices = {192: first, 256: slow}
+        monkeypatch.setattr(w4a16_gemm, "configuration", lambda m, *rest, of=choices: of.get(m) or alone(m, *rest))
+        w4a16_gemm.tokens_of_head.cache_clear()
+        heads.append(w4a16_gemm.tokens_of_head(256, 5120, 5120, 4, device))
+    assert heads == [0, 192]
     w4a16_gemm.tokens_of_head.cache_clear()
 
 

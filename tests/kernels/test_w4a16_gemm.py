@@ -144,6 +144,10 @@ KNOWN_WGMMA_CASES = [
     (4, 64, False, "bfloat16", 9, 64, 1280, (1, 16, 128, 2, 3, 2), 0),
     (2, 0, False, "bfloat16", 9, 64, 1024, (1, 24, 128, 3, 3, 2), 0),
     (8, 128, False, "float16", 41, 64, 1024, (1, 48, 64, 4, 4, 2), 0),
+    (4, 128, False, "bfloat16", 17, 100, 3584, (2, 24, 256, 3, 3, 4), 0),
+    (4, 128, False, "float16", 25, 130, 1280, (1, 32, 128, 4, 4, 3), 0),
+    (4, 64, False, "bfloat16", 11, 200, 1152, (3, 16, 128, 2, 2, 2), 0),
+    (4, 64, True, "bfloat16", 9, 70, 960, (3, 16, 64, 4, 4, 2), 0),
 ]
 
 
@@ -170,7 +174,7 @@ def of_known_wgmma(case):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(KNOWN_WGMMA_CASES, (0, 1, 3, 4)), ids=str)
+@pytest.mark.parametrize("case", some_slow(KNOWN_WGMMA_CASES, (0, 1, 3, 4, 8, 10)), ids=str)
 def test_wgmma_source_with_known_columns_on_the_cpu(case, monkeypatch):
     """The same sums to the last bit; a group's sums that its scale multiplies round once less than scaled weights."""
     x, packed, config = of_known_wgmma(case)
