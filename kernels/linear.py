@@ -67,10 +67,8 @@ def _tokens(x: Tensor, packed: PackedWeight) -> Tensor:
     return x.reshape(-1, packed.columns).contiguous()
 
 
-def path_of(
-    tokens: int, rows: int, columns: int, bits: int, device: torch.device | str, dtype: torch.dtype
-) -> str:
-    """The code path for a number of tokens in a type and a layer `[rows, columns]` of codes of some bits on a device."""
+def path_of(tokens: int, rows: int, columns: int, bits: int, device: torch.device | str, dtype: torch.dtype) -> str:
+    """The code path of tokens in a type for a layer `[rows, columns]` of codes of some bits on a device."""
     last = launch_config("linear", f"w{bits} {rows}x{columns}", device) or launch_config("linear", "default", device)
     last = last or FALLBACK
     decoded = last.get("decode_fp16", last["decode"]) if dtype == torch.float16 else last["decode"]

@@ -274,7 +274,9 @@ def serving(m: int) -> list[int]:
     return [t for t in TOKENS if m <= t <= last]
 
 
-def recorded_for(tokens: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False) -> dict | None:
+def recorded_for(
+    tokens: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False
+) -> dict | None:
     """What is recorded for one of `TOKENS`, alone or `beside` another launch, or None."""
     key = tuning_key({"M": tokens, "N": n, "K": k, "bits": bits})
     return (beside and launch_config(TAIL, key, device)) or launch_config("w4a16_gemm", key, device)
