@@ -163,7 +163,7 @@ def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monk
 
 
 def test_what_is_recorded_for_so_many_tokens_stays_one_launch(monkeypatch):
-    """A second launch is an estimate. Here one of two tiles of 128 tokens is estimated to take longer than two would."""
+    """A second launch is an estimate. Here one of two tiles of 128 tokens is estimated to take longer than two do."""
     slow = {"WGS": 3, "MT": 128, "KS": 64, "STAGES": 3, "RING": 3, "SPLIT": 2, "KNOWN": 1}
     first = {"WGS": 4, "MB": 1, "KS": 128, "STAGES": 5, "RING": 3, "SPLIT": 2}  # of 192 tokens
     device, alone = torch.device("cpu"), w4a16_gemm.configuration
