@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from repro.core.files import ROOT
 from repro.kernels import nvrtc
 from repro.specs import scale
+from repro.store import job
 from repro.workflow.workflow import Workflow
 
 torch.set_num_threads(1)
@@ -55,6 +56,12 @@ def loaded_kernels(monkeypatch):
 def stored():
     """What is accepted in this checkout at scale pocket, looked up once for all tests of a worker."""
     return Workflow.of_results(scale.load(name="pocket"))
+
+
+@pytest.fixture
+def own_build_folder(tmp_path, monkeypatch):
+    """Results and checkpoints of jobs lie in a folder of the test's own."""
+    monkeypatch.setattr(job, "BUILD", tmp_path / "build")
 
 
 @pytest.fixture

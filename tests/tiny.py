@@ -34,6 +34,25 @@ MODELS = {
 }
 
 
+def llama_config(**changes: object) -> dict[str, object]:
+    """A config.json of a Llama of four layers whose steps take milliseconds, with other values of some keys."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    return config | changes
+
+
 def model(name: str, seed: int = 0) -> PreTrainedModel:
     """A model of `MODELS` with every parameter random, biases and norms too."""
     torch.manual_seed(seed)
@@ -46,3 +65,9 @@ def model(name: str, seed: int = 0) -> PreTrainedModel:
 def tokens(sequences: int = 6, length: int = 24, seed: int = 0) -> torch.Tensor:
     """int64 token ids `[sequences, length]`."""
     return torch.randint(SHAPE["vocab_size"], (sequences, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The logits `[sequences, length, vocabulary]` of a model behind each id."""
+    return model(input_ids=ids, use_cache=False).logits

@@ -15,28 +15,17 @@ from repro.data import corpora
 from repro.models import perplexity
 from repro.models.lowbit import LowBitModel
 from repro.recipes import recipe
-from repro.store import job
 from repro.train import blocks as training
 
+pytestmark = pytest.mark.usefixtures("own_build_folder")  # where checkpoints lie
 IDS, SCORED = tiny.tokens(6, 16), tiny.tokens(3, 20, seed=5)
 SMALL = {"tokens": 96, "compute": "float32", "streams": "float32", "epochs": 1, "group": 16}
-
-
-@pytest.fixture(autouse=True)
-def scratch(tmp_path, monkeypatch):
-    """Checkpoints of these tests lie in a folder of their own."""
-    monkeypatch.setattr(job, "BUILD", tmp_path / "build")
 
 
 def made(layout="llama", ids=IDS, **options) -> LowBitModel:
     lm = LowBitModel(tiny.model(layout))
     efficientqat.apply(lm, ids, Config(**SMALL | options))
     return lm
-
-
-@torch.no_grad()
-def logits(model, ids=SCORED) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False).logits
 
 
 @pytest.mark.parametrize(
@@ -126,16 +115,16 @@ def test_what_is_stored_is_what_was_trained(monkeypatch, layout, tmp_path):
     lm.save(tmp_path / "model.safetensors", {"of": "a test"})
     again = LowBitModel(tiny.model(layout))
     again.load(tmp_path / "model.safetensors")
-    assert torch.equal(logits(again.model), logits(lm.model))
+    assert torch.equal(tiny.logits(again.model, SCORED), tiny.logits(lm.model, SCORED))
 
 
 def test_training_beats_rounding():
     """On the text that it trains on."""
     ids, result = tiny.tokens(32, 24), {}
-    full = logits(tiny.model("llama"), ids)
+    full = tiny.logits(tiny.model("llama"), ids)
     for name, options in {"trained": {"lr": 3e-3, "quant_lr": 1e-3}, "rate 0": {"lr": 0.0, "quant_lr": 0.0}}.items():
         lm = made(ids=ids, tokens=768, epochs=8, **options)
-        result[name] = (logits(lm.model, ids) - full).square().mean().item()
+        result[name] = (tiny.logits(lm.model, ids) - full).square().mean().item()
         assert lm.facts["training/tokens"] == [8 * 768]
     assert result["trained"] < 0.6 * result["rate 0"], result  # 0.2 of it
 
@@ -170,7 +159,7 @@ def staged(**options) -> LowBitModel:
 
 def test_one_stage_is_block_ap_itself():
     alone, plain = staged(before=[], act_bits=4), made(lr=1e-3, quant_lr=1e-3, act_bits=4)
-    assert torch.equal(logits(alone.model), logits(plain.model))
+    assert torch.equal(tiny.logits(alone.model, SCORED), tiny.logits(plain.model, SCORED))
     assert alone.facts == plain.facts
     assert {attachment.step for both in alone.attachments.values() for attachment in both} == {"staged_ap"}
 
@@ -203,7 +192,7 @@ def test_a_stage_goes_on_from_the_weights_before_it_on_a_grid_of_their_own(monke
     still = staged(lr=0.0, quant_lr=0.0)
     plain = LowBitModel(tiny.model("llama"))
     rtn.apply(plain, None, rtn.Config(bits=2, group=16))
-    assert torch.equal(logits(still.model), logits(plain.model))
+    assert torch.equal(tiny.logits(still.model, SCORED), tiny.logits(plain.model, SCORED))
 
 
 @pytest.mark.parametrize("words", ["before=[4, 8]", "before=[2]", "before=[16, 4]", "before=[8, 8]"])

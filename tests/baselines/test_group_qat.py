@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from test_qat import IDS, SCORED, logits, rounded, same
+from test_qat import IDS, SCORED, rounded, same
 from tiny_results import refusal
 from torch.nn import functional as F
 
@@ -14,16 +14,10 @@ from repro.models.groups.quantizer import GroupGrid, fake_quantize
 from repro.models.groups.weight import GroupWeight
 from repro.models.lowbit import LowBitModel, block_linears
 from repro.recipes import recipe
-from repro.store import job
 from repro.train.blocks import batch_rows
 
+pytestmark = pytest.mark.usefixtures("own_build_folder")  # where checkpoints lie
 SMALL = {"compute": "float32", "tokens": 128, "batch": 2, "epochs": 4, "lr": 3e-3, "group": 16}
-
-
-@pytest.fixture(autouse=True)
-def scratch(tmp_path, monkeypatch):
-    """Checkpoints of these tests lie in a folder of their own."""
-    monkeypatch.setattr(job, "BUILD", tmp_path / "build")
 
 
 def made(layout="llama", **options):
@@ -46,7 +40,7 @@ def test_at_rate_0_it_is_bit_by_bits_rounding():
     assert same(lm, other)
     rows, grid = IDS[batch_rows(0, 8, group_qat.Config(**SMALL))], GroupGrid(2, 16, scale="e4m3")
     model = rounded(tiny.model("llama"), lambda _, w: fake_quantize(w, grid))
-    want = F.cross_entropy(logits(model, rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+    want = F.cross_entropy(tiny.logits(model, rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
     assert lm.facts["training/loss"][0] == pytest.approx(want, rel=1e-5)
 
 
@@ -64,11 +58,11 @@ def test_what_is_stored_is_what_was_trained(monkeypatch, tmp_path, layout, act_b
     monkeypatch.setattr(group_qat, "train", train)
     monkeypatch.setattr(qat, "logits", lambda *args: seen.append(true_logits(*args)) or seen[-1])
     lm = made(layout, act_bits=act_bits)
-    assert torch.equal(logits(lm.model), seen[-1])
+    assert torch.equal(tiny.logits(lm.model, SCORED), seen[-1])
     lm.save(tmp_path / "model.safetensors", {"of": "a test"})
     again = LowBitModel(tiny.model(layout))
     again.load(tmp_path / "model.safetensors")
-    assert torch.equal(logits(again.model), seen[-1])
+    assert torch.equal(tiny.logits(again.model, SCORED), seen[-1])
     assert all(type(weight) is GroupWeight and weight.bits == 2 for weight in again.weights.values())
 
 

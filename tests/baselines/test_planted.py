@@ -20,11 +20,6 @@ IDS = tiny.tokens(3, 20, seed=5)
 LAYOUTS = ("llama", "qwen2", "mistral", "phi")
 
 
-@torch.no_grad()
-def logits(model) -> torch.Tensor:
-    return model(input_ids=IDS, use_cache=False).logits
-
-
 def made(layout="llama", dtype=torch.float32, ids=None, **options) -> LowBitModel:
     lm = LowBitModel(tiny.model(layout).to(dtype))
     planted.apply(lm, ids, planted.Config(**options))
@@ -36,7 +31,7 @@ def made(layout="llama", dtype=torch.float32, ids=None, **options) -> LowBitMode
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_function_is_exactly_the_same(layout, side, dtype):
     lm = made(layout, dtype, side=side, share=0.1)
-    assert torch.equal(logits(lm.model), logits(tiny.model(layout).to(dtype)))
+    assert torch.equal(tiny.logits(lm.model, IDS), tiny.logits(tiny.model(layout).to(dtype), IDS))
     before = tiny.model(layout).to(dtype)
     changed = {name for name, linear in block_linears(lm.model).items()
                if not torch.equal(linear.weight, before.get_submodule(name).weight)}  # fmt: skip
@@ -50,9 +45,9 @@ def test_several_groups_of_heads(side):
     torch.manual_seed(0)
     shape = tiny.SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**shape)).double().eval()
-    want, lm = logits(model), LowBitModel(model)
+    want, lm = tiny.logits(model, IDS), LowBitModel(model)
     planted.apply(lm, None, planted.Config(share=0.3, side=side))
-    assert torch.equal(logits(model), want)
+    assert torch.equal(tiny.logits(model, IDS), want)
 
 
 @pytest.mark.parametrize("kind", FOLDS)
@@ -97,7 +92,7 @@ def test_outlier_statistics_before_and_after():
         )
         caught = []
         handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args, to=caught: to.append(args[0]))
-        logits(model)
+        tiny.logits(model, IDS)
         handle.remove()
         x = caught[0].double().flatten(0, 1)
         kurtosis = ((x - x.mean()) ** 4).mean() / x.var(correction=0) ** 2
@@ -123,11 +118,12 @@ def test_a_quantizer_after_it_stores_the_whole_model(layout, tmp_path):
     lm.save(tmp_path / "model.safetensors", {})
     again = LowBitModel(tiny.model(layout))
     again.load(tmp_path / "model.safetensors")
-    assert torch.equal(logits(again.model), logits(lm.model))
-    off = (logits(again.model) - logits(tiny.model(layout))).abs().max()
-    assert 0 < off < 0.4  # 0.08 to 0.17
-    full = LowBitModel(lm.full_precision()).model
-    assert torch.equal(logits(full), logits(tiny.model(layout))), "the teacher of a step that comes after"
+    stored = tiny.logits(again.model, IDS)
+    assert torch.equal(stored, tiny.logits(lm.model, IDS))
+    plain = tiny.logits(tiny.model(layout), IDS)
+    assert 0 < (stored - plain).abs().max() < 0.4  # 0.08 to 0.17
+    teacher = LowBitModel(lm.full_precision()).model  # of a step that comes after
+    assert torch.equal(tiny.logits(teacher, IDS), plain)
 
 
 def test_a_compressed_model_keeps_the_statistics(tmp_path):

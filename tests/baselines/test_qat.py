@@ -27,10 +27,10 @@ from repro.models.groups.weight import GroupWeight, pack
 from repro.models.lowbit import LowBitModel, block_linears
 from repro.models.quantized import FORMATS
 from repro.recipes import recipe
-from repro.store import job
 from repro.train import end_to_end
 from repro.train.blocks import batch_rows
 
+pytestmark = pytest.mark.usefixtures("own_build_folder")  # where checkpoints lie
 FAST = settings(max_examples=40, deadline=None, derandomize=True)
 IDS, SCORED = tiny.tokens(8, 16), tiny.tokens(3, 20, seed=5)
 SHARED = {"compute": "float32", "tokens": 128, "batch": 2, "epochs": 4, "lr": 3e-3}
@@ -42,21 +42,10 @@ SMALL = {
 STEPS = pytest.mark.parametrize("step", list(SMALL), ids=lambda step: step.__name__.rpartition(".")[2])
 
 
-@pytest.fixture(autouse=True)
-def scratch(tmp_path, monkeypatch):
-    """Checkpoints of these tests lie in a folder of their own."""
-    monkeypatch.setattr(job, "BUILD", tmp_path / "build")
-
-
 def made(step, layout="llama", ids=IDS, dtype=torch.float32, **options) -> LowBitModel:
     lm = LowBitModel(tiny.model(layout).to(dtype))
     step.apply(lm, ids, step.Config(**SHARED | SMALL[step] | options))
     return lm
-
-
-@torch.no_grad()
-def logits(model, ids=SCORED) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False).logits
 
 
 def same(a: LowBitModel, b: LowBitModel) -> bool:
@@ -106,11 +95,11 @@ def test_what_is_stored_is_what_was_trained(monkeypatch, step, layout, tmp_path)
     monkeypatch.setattr(step, "train", train)
     monkeypatch.setattr(qat, "logits", lambda *args: seen.append(true_logits(*args)) or seen[-1])
     lm = made(step, layout, **({"lambdas": {8: 1.0}} if step is matquant else {"act_bits": 4}))
-    assert torch.equal(logits(lm.model), seen[-1])
+    assert torch.equal(tiny.logits(lm.model, SCORED), seen[-1])
     lm.save(tmp_path / "model.safetensors", {"of": "a test"})
     again = LowBitModel(tiny.model(layout))
     again.load(tmp_path / "model.safetensors")
-    assert torch.equal(logits(again.model), seen[-1])
+    assert torch.equal(tiny.logits(again.model, SCORED), seen[-1])
     for name, weight in lm.weights.items():
         assert torch.equal(weight.dequantize(), again.weights[name].dequantize())
         assert weight.stored_bits() == again.weights[name].stored_bits()
@@ -143,7 +132,7 @@ def test_a_step_can_be_captured(monkeypatch, step):
 @STEPS
 def test_models_in_half_precision(step):
     lm = made(step, dtype=torch.bfloat16, epochs=1)
-    assert torch.isfinite(logits(lm.model)).all() and lm.model.dtype == torch.bfloat16
+    assert torch.isfinite(tiny.logits(lm.model, SCORED)).all() and lm.model.dtype == torch.bfloat16
 
 
 @STEPS
@@ -295,7 +284,7 @@ def test_paretoq_at_rate_0_is_its_starting_grid(bits):
 def test_paretoqs_loss_is_that_of_the_next_token():
     lm = made(paretoq, lr=0.0, epochs=1)
     rows = IDS[batch_rows(0, 8, paretoq.Config())]
-    want = F.cross_entropy(logits(lm.model, rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+    want = F.cross_entropy(tiny.logits(lm.model, rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
     assert lm.facts["training/loss"][0] == pytest.approx(want, rel=1e-5)
 
 
@@ -358,7 +347,7 @@ def test_cakld_and_its_gradient_agree_with_the_definition(seed, beta, size):
 @pytest.mark.parametrize("kind", ["maximum", "label"])
 def test_beta_is_the_teachers_mean_confidence(monkeypatch, kind):
     monkeypatch.setattr(end_to_end, "LOGITS", 3 * 16 * 96)  # three sequences in a pass
-    p = logits(tiny.model("llama"), IDS).softmax(-1)
+    p = tiny.logits(tiny.model("llama"), IDS).softmax(-1)
     taken = [
         p[i, t].max().item() if kind == "maximum" else p[i, t, IDS[i, t + 1]].item()
         for i, t in product(range(4), range(16 if kind == "maximum" else 15))
@@ -435,9 +424,9 @@ def test_the_teacher_is_full_precision_and_the_gradient_that_of_rounded_weights(
     bitdistiller.apply(lm, IDS, config)
     rows = IDS[batch_rows(0, 8, config)]
     student, teacher, _ = calls[0]
-    torch.testing.assert_close(teacher, logits(tiny.model("llama"), rows))
+    torch.testing.assert_close(teacher, tiny.logits(tiny.model("llama"), rows))
     coarse = rounded(start, lambda _, w: grid.rtn(w, config).dequantize())
-    torch.testing.assert_close(student.detach(), logits(coarse, rows))
+    torch.testing.assert_close(student.detach(), tiny.logits(coarse, rows))
     assert lm.facts["training/loss"][0] == pytest.approx(true_cakld(*calls[0]).item(), rel=1e-5)
 
 
@@ -492,7 +481,7 @@ def test_bitdistiller_reads_the_first_sequences_of_the_text_alone(monkeypatch):
     for data in ("sampled", "text"):
         words = {"data": data, "tokens": 64, "epochs": 1, "held_out": 0.0, "clip_tokens": 64}
         some, more = made(bitdistiller, ids=IDS[:4], **words), made(bitdistiller, **words)
-        assert torch.equal(logits(some.model), logits(more.model)), data
+        assert torch.equal(tiny.logits(some.model, SCORED), tiny.logits(more.model, SCORED)), data
 
 
 def test_held_out_sequences_are_not_trained_on_and_choose_the_step(monkeypatch):
@@ -587,7 +576,7 @@ def test_the_loss_is_the_sum_over_widths():
     for width, share in {8: 0.5, 4: 2.0, 2: 0.25}.items():
         model = tiny.model("llama")
         rounded(model, lambda _, w, r=width: matquant.fake_quantize(w, config.grid(w.shape[1]), [r])[r])
-        want += share * F.cross_entropy(logits(model, rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+        want += share * F.cross_entropy(tiny.logits(model, rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
     lm = made(matquant, lambdas={8: 0.5, 4: 2.0, 2: 0.25, 3: 0.0}, epochs=1)
     assert lm.facts["training/loss"][0] == pytest.approx(want, rel=1e-5)
 

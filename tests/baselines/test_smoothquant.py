@@ -24,11 +24,6 @@ IDS = tiny.tokens()
 PLAIN = {"act_bits": 16, "bits": 8, "scale_dtype": "float32"}
 
 
-@torch.no_grad()
-def logits(model, ids=IDS) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False).logits
-
-
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     """Transformers' RMSNorm computes in float32 whatever the model's dtype is."""
     for norm in (m for m in model.double().modules() if type(m).__name__.endswith("RMSNorm")):
@@ -42,9 +37,9 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("layout", sorted(tiny.MODELS))
 def test_smoothing_does_not_change_the_function(layout, alpha):
     lm = LowBitModel(in_float64(tiny.model(layout)))
-    want, before = logits(lm.model), {name: p.clone() for name, p in lm.model.named_parameters()}
+    want, before = tiny.logits(lm.model, IDS), {name: p.clone() for name, p in lm.model.named_parameters()}
     smoothquant.smooth(lm, IDS, alpha)
-    torch.testing.assert_close(logits(lm.model), want, rtol=0, atol=1e-10)
+    torch.testing.assert_close(tiny.logits(lm.model, IDS), want, rtol=0, atol=1e-10)
     changed = {name for name, p in lm.model.named_parameters() if not torch.equal(p, before[name])}
     phi = layout == "phi"  # attention and MLP in parallel read one norm, which has a bias
     sources = {"input_layernorm": ["weight", "bias"]} if phi else dict.fromkeys(NORMS, ["weight"])
@@ -67,7 +62,7 @@ def test_s_is_the_ratio_of_maxima_over_all_that_read_the_norm(alpha):
     def maxima():
         seen = []
         hook = lm.model.get_submodule(name).register_forward_hook(lambda _, args, y: seen.append(y))
-        logits(lm.model)
+        tiny.logits(lm.model, IDS)
         hook.remove()
         columns = torch.cat([lm.model.get_submodule(r).weight.data for r in readers])
         return seen[0].abs().amax((0, 1)), columns.abs().amax(0)
@@ -143,23 +138,23 @@ def test_saved_and_loaded_it_gives_the_same_bits(tmp_path, layout):
     lm.save(path, {})
     again = LowBitModel(tiny.model(layout))
     again.load(path)
-    assert torch.equal(logits(again.model), logits(lm.model)) and again.extra_bits == lm.extra_bits
+    assert torch.equal(tiny.logits(again.model, IDS), tiny.logits(lm.model, IDS)) and again.extra_bits == lm.extra_bits
     plain = LowBitModel(tiny.model(layout))
     smoothquant.apply(plain, IDS, Config(act_bits=16, group=32))
     for name, weight in plain.weights.items():
         assert torch.equal(weight.codes, lm.weights[name].codes)
-    assert not plain.attachments and not torch.equal(logits(plain.model), logits(lm.model))
+    assert not plain.attachments and not torch.equal(tiny.logits(plain.model, IDS), tiny.logits(lm.model, IDS))
 
 
 def test_inputs_of_every_layer_are_quantized():
     """The model with attachments is the model whose layers read what `fake_quantize` gives."""
     lm = LowBitModel(tiny.model("llama"))
     smoothquant.apply(lm, IDS, Config(act_bits=4))
-    got, plain = logits(lm.model), LowBitModel(tiny.model("llama"))
+    got, plain = tiny.logits(lm.model, IDS), LowBitModel(tiny.model("llama"))
     smoothquant.apply(plain, IDS, Config(act_bits=16))
     for linear in block_linears(plain.model).values():
         linear.register_forward_pre_hook(lambda _, args: (fake_quantize(args[0], 4, 0),))
-    assert torch.equal(logits(plain.model), got)
+    assert torch.equal(tiny.logits(plain.model, IDS), got)
 
 
 def test_a_layer_of_another_model_and_the_engine_are_refused():
@@ -201,9 +196,9 @@ def test_outlier_channels_cost_little_once_smoothed():
         for name, linear in block_linears(lm.model).items():
             if not name.endswith(("o_proj", "down_proj")):
                 linear.weight.data[:, 5] /= 100
-        want = logits(lm.model)
+        want = tiny.logits(lm.model, IDS)
         module(lm, IDS, Config())
-        off.append((logits(lm.model) - want).norm().item())
+        off.append((tiny.logits(lm.model, IDS) - want).norm().item())
     assert off[0] < 0.2 * off[1], off
 
 

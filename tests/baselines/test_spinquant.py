@@ -40,11 +40,6 @@ def made(layout: str = "llama", ids: torch.Tensor = IDS, **options) -> LowBitMod
     return lm
 
 
-@torch.no_grad()
-def logits(model, ids=IDS) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False).logits
-
-
 def turns(count: int, n: int, seed: int = 0) -> torch.Tensor:
     """Random orthogonal float64 matrices `[count, n, n]`."""
     noise = torch.randn(count, n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -120,18 +115,18 @@ def test_a_rotated_model_is_the_same_function(monkeypatch, layout, online):
     """In float64 to 1e-10; R1, every R2 and R4 at work, heads tied (llama) and not, biases everywhere."""
     monkeypatch.setattr(tiny, "MODELS", LAYOUTS)
     model = in_float64(tiny.model(layout))
-    want, own = logits(model), model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    want, own = tiny.logits(model, IDS), model.get_output_embeddings().weight is not model.get_input_embeddings().weight
     downs = {n: one for n, one in block_linears(model).items() if online and n.endswith("down_proj")}
     turned = {name: hadamard.RotatedInputs(linear) for name, linear in downs.items()}
     assert rotation.fold(model, downs) is not own
     assert all((p == 1).all() for name, p in model.named_parameters() if "norm" in name)
     before = {name: p.clone() for name, p in model.named_parameters()}
     with each_input(downs, lambda name, x: turned[name].turn(x)):
-        torch.testing.assert_close(logits(model), want, rtol=0, atol=1e-10)
+        torch.testing.assert_close(tiny.logits(model, IDS), want, rtol=0, atol=1e-10)
         rotation.rotate(model, turns(1, 64)[0], turns(2, 32, seed=1))
-        torch.testing.assert_close(logits(model), want, rtol=0, atol=1e-10)
+        torch.testing.assert_close(tiny.logits(model, IDS), want, rtol=0, atol=1e-10)
     if online:
-        assert (logits(model) - want).abs().max() > 1e-3, "R4 is in the weights"
+        assert (tiny.logits(model, IDS) - want).abs().max() > 1e-3, "R4 is in the weights"
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     still = {
         n for n in before if "norm" in n or n.endswith(("q_proj.bias", "k_proj.bias", "gate_proj.bias", "up_proj.bias"))
@@ -363,15 +358,15 @@ def test_gptq_sees_rotated_inputs_in_full_precision(monkeypatch):
     )
     lm, read = made(epochs=0, act_bits=16, sequences=5), []
     lm.model.get_submodule(DOWN).linear.register_forward_pre_hook(lambda _, args: read.append(args[0].flatten(0, 1)))
-    logits(lm.model, IDS[:5])
+    tiny.logits(lm.model, IDS[:5])
     torch.testing.assert_close(seen[DOWN], 2 / 5 * read[0].T @ read[0], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", ["gptq", "rtn"])
 def test_8_bits_are_the_model_itself(solver):
-    want = logits(tiny.model("llama"))
+    want = tiny.logits(tiny.model("llama"), IDS)
     got = made(bits=8, act_bits=8, solver=solver)
-    assert (logits(got.model) - want).norm() < 0.03 * want.norm()
+    assert (tiny.logits(got.model, IDS) - want).norm() < 0.03 * want.norm()
     if solver == "rtn":
         for name, weight in got.weights.items():
             again = grid.rtn(got.full[name], grid.Grid(8, 0, True, "mse"))
@@ -394,7 +389,7 @@ def test_saved_and_loaded_it_gives_the_same_bits(monkeypatch, tmp_path, layout, 
     lm.save(path, {})
     again = LowBitModel(tiny.model(layout))
     again.load(path)
-    assert torch.equal(logits(again.model), logits(lm.model)) and again.extra_bits == lm.extra_bits
+    assert torch.equal(tiny.logits(again.model, IDS), tiny.logits(lm.model, IDS)) and again.extra_bits == lm.extra_bits
     assert bits.report(again) == bits.report(lm)
     again.save(tmp_path / "again", {})
     assert path.read_bytes() == (tmp_path / "again").read_bytes()
@@ -463,7 +458,7 @@ def test_the_engine_runs_rotated_weights(monkeypatch, tmp_path, layout):
     spinquant.apply(lm, ids, Config(bits=8, act_bits=16, epochs=0, online=False, tokens=256))
     monkeypatch.setattr(engines_by_name, "compressed", lambda target, dtype, build: lm)
     engine = Engine.load(name, dtype="float32", device="cpu")
-    want, full = logits(lm.model, ids[:1, :30])[0], logits(models.load(name), ids[:1, :30])[0]
+    want, full = tiny.logits(lm.model, ids[:1, :30])[0], tiny.logits(models.load(name), ids[:1, :30])[0]
     assert torch.allclose(engine.logits(ids[0, :30]), want, atol=2e-3 * want.abs().max())
     assert (want - full).norm() < 0.1 * full.norm()
 

@@ -19,6 +19,7 @@ from repro.recipes import recipe
 from repro.store import job
 from repro.train import end_to_end
 
+pytestmark = pytest.mark.usefixtures("own_build_folder")  # where checkpoints lie
 NAMES = sorted(answers.RECIPES)
 ROTATED = "spinquant"  # trains rotations by a solver of its own in seconds, and keeps nothing in between
 WITH_COLLECTIONS = (  # recipes whose options are lists and mappings
@@ -48,12 +49,6 @@ OFFICIAL = {
     "bitbybit": {"split": "rounding_aware"},  # the paper's method splits channels
 }
 TRAINED = [name for name in NAMES if name != ROTATED and recipe.parse(answers.RECIPES[name]).steps[-1].work]
-
-
-@pytest.fixture(autouse=True)
-def scratch(tmp_path, monkeypatch):
-    """Checkpoints of these tests lie in a folder of their own."""
-    monkeypatch.setattr(job, "BUILD", tmp_path / "build")
 
 
 def applied(name: str) -> LowBitModel:

@@ -14,6 +14,7 @@ import torch
 from fake_device import Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relative_error import relative_error
 
 pytest.importorskip("triton")
 
@@ -219,10 +220,10 @@ def test_source_on_the_cpu(m, n, k, dtype, more, config, shared, on_cpu):
     want = w2a2_gemv.product(*quantized, **weight)
     y = on_cpu(w2a2_gemv, inputs, config, shared=shared)
     assert y.dtype == x.dtype
-    assert error(y, want) < {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4e-3}[dtype]
+    assert relative_error(y, want) < {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4e-3}[dtype]
     if "split" not in more and m > 1:
         ready = dict(zip(("x_codes", "x_scales", "x_zeros"), quantized)) | weight
-        assert error(on_cpu(w2a2_ready, ready, config, shared=shared), want) < 1e-6
+        assert relative_error(on_cpu(w2a2_ready, ready, config, shared=shared), want) < 1e-6
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -235,17 +236,13 @@ def test_layers_with_columns_of_their_own_are_one_launch(config, on_cpu):
     wanted = [w2a2_gemv.reference(x.double(), **part, index=index) for part, index in zip(parts, indices)]
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     given = {"x": x, **joined, "index": torch.cat(indices), "layers": layers}
-    assert error(on_cpu(w2a2_gemv, given, config), torch.cat(wanted, 1)) < 1e-6
+    assert relative_error(on_cpu(w2a2_gemv, given, config), torch.cat(wanted, 1)) < 1e-6
 
 
 def test_blocks_are_shared_out_so_that_the_longest_is_short():
     assert w2a2_gemv.shared_out(132, [512, 128, 128]) == [88, 22, 22]
     assert w2a2_gemv.shared_out(5, [4, 1, 1]) == [3, 1, 1]
     assert w2a2_gemv.shared_out(2, [4, 1, 1]) == [1, 1, 1]
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -286,7 +283,7 @@ def test_a_token_that_is_not_finite_gives_nan(dtype, what, on_cpu):
     inputs["x"][1, 77] = what
     y, want = on_cpu(w2a2_gemv, inputs, (2, 1, 1, False)), w2a2_gemv.reference(**inputs)
     assert y[1].isnan().all() and want[1].isnan().all()
-    assert error(y[0], want[0].double()) < 4e-3
+    assert relative_error(y[0], want[0].double()) < 4e-3
 
 
 SHAPES = [*two_bit.TABLE7, *two_bit.STEP, *two_bit.SPLIT_LAYERS]
@@ -393,7 +390,7 @@ def test_an_x_that_begins_anywhere_is_copied(on_cpu):
     want, x = w2a2_gemv.reference(**inputs), inputs["x"]
     inputs["x"] = x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
     assert inputs["x"].data_ptr() % 16
-    assert error(on_cpu(w2a2_gemv, inputs, (1, 2, 1, True)), want.double()) < 1e-6
+    assert relative_error(on_cpu(w2a2_gemv, inputs, (1, 2, 1, True)), want.double()) < 1e-6
 
 
 @nvcc.NEEDS_NVCC

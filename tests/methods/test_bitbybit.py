@@ -29,9 +29,9 @@ from repro.models.groups.quantizer import GroupGrid, fake_quantize
 from repro.models.groups.weight import nested, pack
 from repro.models.lowbit import LowBitModel, block_inputs, block_linears
 from repro.recipes import recipe
-from repro.store import job
 from repro.train import blocks as training
 
+pytestmark = pytest.mark.usefixtures("own_build_folder")  # where checkpoints lie
 FAST = settings(max_examples=40, deadline=None, derandomize=True)
 IDS, SCORED = tiny.tokens(6, 16), tiny.tokens(3, 20, seed=5)
 PLAIN = {"compute": "float32", "streams": "float32", "split": "none"}  # splits: test_splitting.py
@@ -39,21 +39,10 @@ SMALL = PLAIN | {"tokens": 96, "epochs": 1, "group": 16}
 W8, W4, W2 = (Precision(each) for each in (8, 4, 2))
 
 
-@pytest.fixture(autouse=True)
-def scratch(tmp_path, monkeypatch):
-    """Checkpoints of these tests lie in a folder of their own."""
-    monkeypatch.setattr(job, "BUILD", tmp_path / "build")
-
-
 def made(layout="llama", ids=IDS, dtype=torch.float32, **options) -> LowBitModel:
     lm = LowBitModel(tiny.model(layout).to(dtype))
     bitbybit.apply(lm, ids, Config(**SMALL | options))
     return lm
-
-
-@torch.no_grad()
-def logits(model, ids=SCORED) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False).logits
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
@@ -235,10 +224,10 @@ def test_training_beats_rounding_and_the_seed_decides_every_bit():
     ids = tiny.tokens(32, 24)
     strong = {"tokens": 768, "lr": 1e-3, "epochs": 3, "scale": "e4m3"}
     errors = {}
-    full = logits(tiny.model("llama"), ids)
+    full = tiny.logits(tiny.model("llama"), ids)
     for name, options in {"trained": {}, "again": {}, "seed": {"seed": 1}, "rate 0": {"lr": 0.0}}.items():
         lm = made(ids=ids, **strong | options)
-        errors[name] = (logits(lm.model, ids) - full).square().mean().item()
+        errors[name] = (tiny.logits(lm.model, ids) - full).square().mean().item()
         assert lm.facts["training/tokens"] == [3 * 3 * 768]
     assert errors["trained"] == errors["again"] != errors["seed"]
     assert max(errors["trained"], errors["seed"]) < 0.7 * errors["rate 0"], errors  # 0.35 of it
@@ -281,18 +270,18 @@ def test_every_order_runs_its_stages_to_the_end(monkeypatch, order):
     assert lm.facts["training/tokens"] == [96 * len(names)]
     assert {weight.bits for weight in lm.weights.values()} == {2}
     assert {a.numbers["bits"] for (a,) in lm.attachments.values()} == {2}
-    assert torch.isfinite(logits(lm.model)).all()
+    assert torch.isfinite(tiny.logits(lm.model, SCORED)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_models_and_streams_train_too(dtype):
     """Latent weights are float32, so that steps below the 16-bit resolution add up."""
     ids = tiny.tokens(16, 24)
-    full = logits(tiny.model("llama"), ids)
+    full = tiny.logits(tiny.model("llama"), ids)
     options, result = {"tokens": 384, "epochs": 6, "streams": "bfloat16", "schedule": ["w2a16"]}, []
     for rate in (1e-3, 0.0):
         lm = made(ids=ids, dtype=dtype, lr=rate, **options)
-        result.append((logits(lm.model, ids).float() - full).square().mean().item())
+        result.append((tiny.logits(lm.model, ids).float() - full).square().mean().item())
     assert result[0] < 0.6 * result[1], result  # 0.24 of it
 
 
@@ -361,7 +350,7 @@ def test_kurtosis_is_that_of_all_inputs_of_a_layer():
     model, caught = tiny.model("llama"), {}
     for i, block in enumerate(model.model.layers):
         block.mlp.down_proj.register_forward_pre_hook(lambda _, a, i=i: caught.setdefault(i, []).append(a[0]))
-    logits(model, IDS)
+    tiny.logits(model, IDS)
     want = []
     for i in range(2):
         x = torch.cat([part.flatten() for part in caught[i]]).double()
@@ -399,7 +388,7 @@ def test_what_is_stored_is_what_was_trained(monkeypatch, layout, tmp_path):
     lm.save(tmp_path / "model.safetensors", {"of": "a test"})
     again = LowBitModel(tiny.model(layout))
     again.load(tmp_path / "model.safetensors")
-    assert torch.equal(logits(again.model), logits(lm.model))
+    assert torch.equal(tiny.logits(again.model, SCORED), tiny.logits(lm.model, SCORED))
 
 
 def test_inputs_of_another_model_are_refused():

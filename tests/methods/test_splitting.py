@@ -29,8 +29,8 @@ from repro.models.groups.weight import GroupWeight, WideWeight
 from repro.models.lowbit import LowBitModel, block_linears, blocks
 from repro.models.quantized import FORMATS
 from repro.recipes import recipe
-from repro.store import job
 
+pytestmark = pytest.mark.usefixtures("own_build_folder")  # where checkpoints lie
 FAST = settings(max_examples=40, deadline=None, derandomize=True)
 KINDS = ("rounding_aware", "naive")
 HALF, QUARTER = Fraction(1, 2), Fraction(1, 4)
@@ -38,21 +38,10 @@ IDS, SCORED = tiny.tokens(6, 16), tiny.tokens(3, 20, seed=5)
 SMALL = {"tokens": 96, "compute": "float32", "streams": "float32", "epochs": 1, "group": 16}
 
 
-@pytest.fixture(autouse=True)
-def scratch(tmp_path, monkeypatch):
-    """Checkpoints of these tests lie in a folder of their own."""
-    monkeypatch.setattr(job, "BUILD", tmp_path / "build")
-
-
 def made(layout="llama", **options) -> LowBitModel:
     lm = LowBitModel(tiny.model(layout))
     bitbybit.apply(lm, IDS, Config(**SMALL | options))
     return lm
-
-
-@torch.no_grad()
-def logits(model, ids=SCORED) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False).logits
 
 
 def random(*shape, seed=0, size=0.1) -> torch.Tensor:
@@ -437,7 +426,7 @@ def test_saved_loaded_and_refused_by_a_reader_without_it(tmp_path, monkeypatch, 
     lm.save(path, {"of": "a test"})
     again = LowBitModel(tiny.model("llama"))
     again.load(path)
-    assert torch.equal(logits(again.model), logits(lm.model))
+    assert torch.equal(tiny.logits(again.model, SCORED), tiny.logits(lm.model, SCORED))
     for name, weight in again.weights.items():
         assert isinstance(weight, WideWeight) and torch.equal(weight.dequantize(), lm.weights[name].dequantize())
         assert torch.equal(again.model.get_submodule(name).weight, weight.dequantize())
@@ -534,11 +523,11 @@ def test_channels_are_ranked_in_full_precision_whatever_blocks_compute_in(monkey
 
 def test_training_beats_rounding():
     ids, errors = tiny.tokens(32, 24), []
-    full = logits(tiny.model("llama"), ids)
+    full = tiny.logits(tiny.model("llama"), ids)
     for rate in (1e-3, 0.0):
         lm = LowBitModel(tiny.model("llama"))
         bitbybit.apply(lm, ids, Config(**SMALL | {"tokens": 768, "epochs": 3, "lr": rate}))
-        errors.append((logits(lm.model, ids) - full).square().mean().item())
+        errors.append((tiny.logits(lm.model, ids) - full).square().mean().item())
     assert errors[0] < 0.7 * errors[1], errors  # 0.37 of it
 
 
@@ -565,7 +554,7 @@ def test_every_metric_reads_the_inputs_of_the_full_precision_model(monkeypatch, 
     made(epochs=0, split_metric=metric)
     model, names = tiny.model("llama"), list(block_linears(tiny.model("llama")))
     with watching({name: model.get_submodule(name) for name in names}, 6, ("kurtosis",)) as seen:
-        logits(model, IDS)
+        tiny.logits(model, IDS)
     assert {kind for kind, _ in noted} == {metric} and len(noted) == 14
     for (_, got), name in zip(noted, names, strict=True):
         want = true(metric, model.get_submodule(name).weight, seen[name])
@@ -611,13 +600,13 @@ def test_full_precision_is_left_alone_before_its_stage():
 def test_on_planted_outliers_splitting_beats_none_and_the_aware_split_the_naive_one():
     """4 bits without training: error of the logits, and of the weights of split channels."""
     options = {"epochs": 0, "bits": 4, "schedule": ["w4a16"], "split_metric": "weight"}
-    result, of_weights, full = {}, {}, logits(tiny.model("llama"))
+    result, of_weights, full = {}, {}, tiny.logits(tiny.model("llama"), SCORED)
     for kind in ("none", "naive", "rounding_aware"):
         lm = LowBitModel(tiny.model("llama"))
         planted.apply(lm, None, planted.Config(share=0.05, factor=4))
-        assert torch.equal(logits(lm.model), full)
+        assert torch.equal(tiny.logits(lm.model, SCORED), full)
         bitbybit.apply(lm, IDS, Config(**SMALL | options, split=kind))
-        result[kind] = (logits(lm.model) - full).square().mean().item()
+        result[kind] = (tiny.logits(lm.model, SCORED) - full).square().mean().item()
         of_weights[kind] = 0.0
         for name, weight in lm.weights.items():
             if kind != "none":

@@ -49,11 +49,6 @@ def stored(lm: LowBitModel) -> dict[str, float]:
     return {name: attachment.tensors["threshold"].item() for name, (attachment,) in lm.attachments.items()}
 
 
-@torch.no_grad()
-def logits(model, ids=SCORED) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False).logits
-
-
 # --- thresholds -------------------------------------------------------------------------------------------------------
 
 
@@ -189,14 +184,14 @@ def test_perplexity_is_that_of_masks_in_a_slow_model(positions, kind):
 
 
 def test_sparsity_zero_is_dense():
-    assert torch.equal(logits(sparse(sparsity=0.0).model), logits(tiny.model("llama")))
+    assert torch.equal(tiny.logits(sparse(sparsity=0.0).model, SCORED), tiny.logits(tiny.model("llama"), SCORED))
 
 
 def test_the_first_half_is_dense_and_the_second_is_what_single_tokens_give():
     """Decoding: a dense prefill of the first half, then each token alone through sparse layers."""
     half, dense = sparse(positions="second_half").model, tiny.model("llama")
-    whole, n = logits(half), SCORED.shape[1] // 2
-    assert torch.equal(whole[:, :n], logits(dense)[:, :n])
+    whole, n = tiny.logits(half, SCORED), SCORED.shape[1] // 2
+    assert torch.equal(whole[:, :n], tiny.logits(dense, SCORED)[:, :n])
     for positions in ("all", "second_half"):
         decoder = sparse(positions=positions).model
         with torch.no_grad():
@@ -204,7 +199,7 @@ def test_the_first_half_is_dense_and_the_second_is_what_single_tokens_give():
             for t in range(n, SCORED.shape[1]):
                 one = decoder(input_ids=SCORED[:, t : t + 1], past_key_values=cache, use_cache=True)
                 torch.testing.assert_close(one.logits[:, 0], whole[:, t], rtol=1e-4, atol=1e-5)
-    everywhere = logits(sparse().model)
+    everywhere = tiny.logits(sparse().model, SCORED)
     assert not torch.equal(everywhere[:, 0], whole[:, 0])
 
 
@@ -240,7 +235,7 @@ def test_teal_itself_gives_every_layer_its_own():
 def test_thresholds_come_from_the_full_precision_model_on_the_first_tokens():
     one, other = sparse(quantizer=2), sparse(quantizer=8)
     assert stored(one) == stored(other) == stored(sparse())
-    assert not torch.equal(logits(one.model), logits(other.model))
+    assert not torch.equal(tiny.logits(one.model, SCORED), tiny.logits(other.model, SCORED))
     few = LowBitModel(tiny.model("llama"))
     spqt.apply(few, IDS, Config(tokens=48, search=48))
     same = LowBitModel(tiny.model("llama"))
@@ -255,8 +250,8 @@ def test_thresholds_are_stored_and_counted_and_survive_the_disk(tmp_path, quanti
     lm.save(path, {"model": "tiny"})
     back = LowBitModel(tiny.model("llama"))
     back.load(path)
-    assert torch.equal(logits(back.model), logits(lm.model)) and stored(back) == stored(lm)
-    assert not torch.equal(logits(lm.model), logits(sparse(quantizer=quantizer).model))
+    assert torch.equal(tiny.logits(back.model, SCORED), tiny.logits(lm.model, SCORED)) and stored(back) == stored(lm)
+    assert not torch.equal(tiny.logits(lm.model, SCORED), tiny.logits(sparse(quantizer=quantizer).model, SCORED))
 
 
 def test_a_compensator_reads_sparse_inputs_too():
@@ -278,7 +273,7 @@ def stored_last(lm: LowBitModel, name: str) -> float:
 def test_unified_is_for_every_layout(name):
     lm = sparse(name)
     assert len(stored(lm)) == len(block_linears(tiny.model(name)))
-    assert not torch.equal(logits(lm.model), logits(tiny.model(name)))
+    assert not torch.equal(tiny.logits(lm.model, SCORED), tiny.logits(tiny.model(name), SCORED))
 
 
 # --- what was reached -------------------------------------------------------------------------------------------------
@@ -292,7 +287,7 @@ def test_zeros_are_counted_where_they_are_multiplied(positions):
         real, t = lm.model.get_submodule(name), stored(lm)[name]
         seen = []
         hook = real.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-        logits(lm.model)
+        tiny.logits(lm.model, SCORED)
         hook.remove()
         result[name] = float(np.mean([abs(v) <= t for v in seen[0][:, first:].flatten().tolist()]))
     assert reached.zeros(lm, SCORED) == pytest.approx(result, abs=1e-6)

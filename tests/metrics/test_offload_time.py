@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny import llama_config
 
 from repro import papers
 from repro.core.errors import NotMeasurable, UserError
@@ -24,12 +25,7 @@ from repro.store.observations import Series
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
-SHAPE = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
+SHAPE = llama_config()
 CPU = torch.device("cpu")
 
 

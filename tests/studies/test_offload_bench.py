@@ -4,18 +4,14 @@ import json
 
 import pytest
 import torch
+from tiny import llama_config
 
 from repro.engine.traffic import Copy, Use, used
 from repro.generation import engine as engines_by_name
 from repro.methods import subspec
 from repro.studies import offload as bench
 
-SHAPE = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
+SHAPE = llama_config()
 
 
 @pytest.fixture

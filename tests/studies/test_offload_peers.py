@@ -4,16 +4,19 @@ import json
 
 import pytest
 import torch
+from tiny import llama_config
 
 from repro.core.errors import UserError
 from repro.studies import offload_peers as peers
 
-TINY = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128,
-    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
+TINY = llama_config(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    head_dim=32,
+    vocab_size=128,
+    max_position_embeddings=128,
+)
 
 
 @pytest.fixture

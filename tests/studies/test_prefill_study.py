@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from tiny import llama_config
 
 from repro.core.files import ROOT
 from repro.engine import shapes
@@ -12,12 +13,7 @@ from repro.generation import Engine
 from repro.studies import prefill
 
 RECORDS = sorted((ROOT / "results").glob("*/prefill.json"))
-TINY = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 97,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
+TINY = llama_config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=97)
 
 
 def content(**changes):

@@ -12,19 +12,13 @@ from repro.baselines import e2e_qp, q4_k, rtn
 from repro.core.errors import NotMeasurable, UserError
 from repro.models.lowbit import LowBitModel
 from repro.recipes import recipe
-from repro.store import job
 from repro.train import end_to_end
 from repro.train.blocks import batch_rows
 from repro.train.end_to_end import EndToEndSettings, Validation, fitting, train
 
+pytestmark = pytest.mark.usefixtures("own_build_folder")  # where checkpoints lie
 IDS = tiny.tokens(8, 16)
 SETTINGS = EndToEndSettings(1e-2, 3, 2, warmup=0.25, final=0.1, clip=0.5, weight_decay=0.1, seed=5)
-
-
-@pytest.fixture(autouse=True)
-def scratch(tmp_path, monkeypatch):
-    """Checkpoints of these tests lie in a folder of their own."""
-    monkeypatch.setattr(job, "BUILD", tmp_path / "build")
 
 
 def embedding() -> dict[str, torch.Tensor]:
