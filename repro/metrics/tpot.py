@@ -5,6 +5,10 @@ many tokens, mixtures of widths, and what switches lose. A text's time is their 
 (`repro/bench/along.py`; FlexQuant, Figures 6 and 7). That run's `whole.json` compares one whole run with such a sum.
 
 A schedule is shown at its best: every window qualifies, and no threshold can be faster with as many layers a switch.
+
+A step is not the same from one process to the next. Where the measurements were made in several processes, each in a
+folder `run-1`, `run-2`, ..., a time is calculated from each, and its interval is that of their mean; one process gives
+none.
 """
 
 import json
@@ -30,6 +34,7 @@ from repro.recipes import precision_schedules
 from repro.stats.quantity import Quantity
 from repro.stats.statistics import Interval
 from repro.store.measurement import RESULTS
+from repro.store.observations import Series
 
 BUILT = Path("build") / "precision"
 STORED = RESULTS / "nvidia-h200" / "precision"
@@ -67,26 +72,33 @@ class TimePerToken(External):
             raise UserError(f"tpot: {odd[0]} bits have no step that is timed; choose from 16, 8, 4")
 
     def read(self) -> Quantity | None:
-        """The number; None where a step that it takes was not measured."""
-        value = _value(self, *_folder())
-        if value is None:
+        """The number of each process; None where a step that it takes was not measured."""
+        values = [_value(self, *run) for run in _runs()]
+        if not values or None in values:
             return None
-        exact = Interval(value, value, value, 0, None, "", (value,))
-        return Quantity([{}], lambda mean: mean["x"], known={"x": exact})
+        if len(values) == 1:
+            exact = Interval(values[0], values[0], values[0], 0, None, "", (values[0],))
+            return Quantity([{}], lambda mean: mean["x"], known={"x": exact})
+        processes = [{"x": Series(np.asarray([value]), "model")} for value in values]
+        return Quantity(processes, lambda mean: mean["x"])
 
     @staticmethod
     def origin(all_params: Sequence["TimePerToken"]) -> dict[str, str]:
         """Where the steps come from, as fields of a measurement."""
-        folder, files = _folder()
-        facts = [json.loads((folder / name).read_text()) for name, _ in files if name.startswith("step-")]
+        runs = _runs()
+        facts = []
+        for folder, files in runs:
+            facts += [json.loads((folder / name).read_text()) for name, _ in files if name.startswith("step-")]
         joined = {key: " + ".join(sorted({entry[key] for entry in facts})) for key in ("device", "commit", "shape")}
+        processes = f", of {len(runs)} processes" if len(runs) > 1 else ""
         return {
             "device": joined["device"],
             "stand_in": joined["shape"],
             "commit": joined["commit"],
             "device_class": "cuda",
-            "protocol": f"sum of measured steps after {PROMPT} tokens",
-            "source": "fresh" if folder == BUILT else "stored",
+            "protocol": f"sum of measured steps after {PROMPT} tokens{processes}",
+            "covers": "processes" if processes else "",
+            "source": "fresh" if any(folder.is_relative_to(BUILT) for folder, _ in runs) else "stored",
             "status": "ok",
             "note": "calculated",
         }
@@ -114,13 +126,18 @@ def at_best(config: Config, sizes: dict[str, int], steps: int) -> list[Switch]:
 Stamps = tuple[tuple[str, int], ...]  # files of a folder, and when each was written
 
 
-def _folder() -> tuple[Path, Stamps]:
-    """The folder and files of the measurements: those made here, else the stored ones."""
+def _runs() -> list[tuple[Path, Stamps]]:
+    """The folders of the processes, each with its files: those made here, else the stored ones; none without a step."""
     for folder in (BUILT, STORED):
-        files = sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*.json"))
-        if any(name.startswith("step-") for name, _ in files):
-            return folder, tuple(files)
-    return STORED, ()
+        runs = [_files(path) for path in (sorted(folder.glob("run-*/")) or [folder])]
+        if all(any(name.startswith("step-") for name, _ in files) for _, files in runs):
+            return runs
+    return []
+
+
+def _files(folder: Path) -> tuple[Path, Stamps]:
+    """A folder and its measurements."""
+    return folder, tuple(sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*.json")))
 
 
 @cache

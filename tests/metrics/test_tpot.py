@@ -162,6 +162,43 @@ def test_where_times_come_from(measured):
     assert result["device"] == "NVIDIA H200" and result["note"] == "calculated" and result["source"] == "fresh"
 
 
+def in_processes(measured, factors):
+    """The measurements of several processes, in each of which every step takes another factor of its time."""
+    for number, factor in enumerate(factors, start=1):
+        folder = measured / f"run-{number}"
+        folder.mkdir()
+        for path in measured.glob("*.json"):
+            found = json.loads(path.read_text())
+            found |= {"ms": factor * found["ms"]} if path.name.startswith("step-") else {}
+            (folder / path.name).write_text(json.dumps(found | {"commit": f"commit{number}"}))
+
+
+def test_several_processes_give_an_interval(measured):
+    """Of 3 processes at 0.9, 1.0 and 1.1 times: s / sqrt(3) = 0.0577, times t(0.975, 2) = 4.303."""
+    static, switching = TimePerToken("ms", "2000", bits="8"), TimePerToken("times", "1500", "flexquant(layers=4)")
+    alone = shown(static), shown(switching)
+    assert static.read().interval().hi == alone[0], "one process gives none"
+    in_processes(measured, (0.9, 1.0, 1.1))
+    interval = static.read().interval()
+    assert interval.value == pytest.approx(alone[0])
+    assert interval.hi - interval.value == pytest.approx(0.0577350 * 4.302653 * alone[0], rel=1e-5)
+    assert interval.value - interval.lo == pytest.approx(interval.hi - interval.value)
+    of_ratio = switching.read().interval()  # within a process both times have its factor
+    assert of_ratio.lo < alone[1] < of_ratio.hi and of_ratio.hi - of_ratio.lo < 0.1 * alone[1]
+    result = TimePerToken.origin([static])
+    assert result["commit"] == "commit1 + commit2 + commit3" and result["covers"] == "processes"
+    assert result["protocol"].endswith("of 3 processes") and result["source"] == "fresh"
+
+
+def test_what_one_process_lacks_has_no_value(measured):
+    in_processes(measured, (1.0, 1.0))
+    assert shown(TimePerToken("ms", "1000", bits="8")) is not None
+    for path in (measured / "run-2").glob("step-8-*.json"):
+        path.unlink()
+    assert shown(TimePerToken("ms", "1000", bits="8")) is None
+    assert shown(TimePerToken("ms", "1000", bits="4")) is not None
+
+
 def test_no_threshold_switches_earlier():
     """At its best: as many switches as windows fit in."""
     sizes = {"a": 3, "b": 1}
