@@ -13,25 +13,31 @@ from typing import Any
 
 import torch
 
+from repro.core.pace import Pace
+
 
 class Cuda:
     """An NVIDIA GPU: CUDA graphs, timed by events on the stream that replays them.
 
     Attributes:
         l2: bytes of its cache.
+        pace: of the process that launches.
     """
 
     enough = 1e-3  # seconds of a replay, beside which its start does not count
     most = 128  # launches in a graph, at which it need not become longer
     lead = 300_000  # cycles that the device spins before the first event, so that the host is ahead of it
     ahead = 3e-3  # seconds of replays that are queued at a time while energy and clock are read
-    series, calls = 35, 20  # of which the host's time is the least disturbed; of a series the calls that are timed
-    lead_calls = 4  # at the start of a series, which find code and data in no cache and are not timed
+    rounds, calls = 35, 20  # of which the host's time is the least; calls of a round that are timed
+    lead_calls = 4  # before those, which find code and data in no cache
+    full_rounds = 10  # rounds at the host's full pace that are waited for
+    patience = 0.25  # seconds of that
 
     def __init__(self) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         self.l2 = torch.cuda.get_device_properties(device).L2_cache_size
         self.nvml = Nvml(device)
+        self.pace = Pace()
 
     def capture(self, calls: Sequence[Callable[[], Any]]) -> "CudaGraph":
         """Capture all calls into one graph, after one of them ran for whatever happens at a first call."""
@@ -66,24 +72,34 @@ class Cuda:
         return more
 
     def host_us(self, *calls: Callable[[], Any]) -> list[float]:
-        """Microseconds that the host takes for calls without waiting for the device: of a few series the fastest.
+        """Microseconds that the host takes for calls without waiting for the device: of many short series the fastest.
 
-        The calls take turns, so that a slow moment of a shared host is everybody's. Series are short and many: a host
-        that other processes share has moments of its full pace that are shorter than 100 calls, and a queue of
-        launches that is full makes the host wait for the device. It holds 1,024, those of 42 a call.
+        The calls take turns, so that a slow moment of a shared host is everybody's. A series is shorter than the queue
+        of launches, behind which the host would wait: it holds 1,020, those of 42 a call. A host has two paces, which
+        may last for seconds (`Pace`); the full one is waited for.
         """
         times: list[list[float]] = [[] for _ in calls]
-        for _ in range(self.series):
-            for call, seconds in zip(calls, times):
-                torch.cuda.synchronize()
-                for _ in range(self.lead_calls):
-                    call()
-                begin = time.perf_counter()
-                for _ in range(self.calls):
-                    call()
-                seconds.append((time.perf_counter() - begin) / self.calls)
+        full = 0
+        for _ in range(self.rounds):
+            full += self._host_round(calls, times)
+        end = time.perf_counter() + self.patience
+        while full < self.full_rounds and time.perf_counter() < end:
+            full += self._host_round(calls, times)
         torch.cuda.synchronize()
-        return [min(seconds) * 1e6 for seconds in times]
+        return [min(us) for us in times]
+
+    def _host_round(self, calls: Sequence[Callable[[], Any]], times: Sequence[list[float]]) -> bool:
+        """Add microseconds of each call; whether the host had its full pace before and after."""
+        was_full = self.pace.is_full()
+        for call, us in zip(calls, times):
+            torch.cuda.synchronize()
+            for _ in range(self.lead_calls):
+                call()
+            began = time.perf_counter()
+            for _ in range(self.calls):
+                call()
+            us.append((time.perf_counter() - began) / self.calls * 1e6)
+        return was_full and self.pace.is_full()
 
     def release(self) -> None:
         """Give the memory of graphs that are gone back to the device."""
