@@ -2,13 +2,15 @@
 
     python -m repro.studies.prefill --out DIR     # on a GPU of 80 GB or more, about 100 s
 
-Writes `DIR/prefill.json`: seconds of every round, in turns, of one prompt of 2,048 tokens and of sixteen together
+Writes `DIR/prefill.json`: seconds of every call, of one prompt of 2,048 tokens and of sixteen together
 
     bf16, w4-g128   `Engine.time`: from the prompts' ids to every prompt's first token on the host
     transformers    the same of Transformers' model in bf16, launched by Python, its weights random, too (one prompt)
     ... on device   a CUDA graph of all that the engine's prefill launches, without head and choice (one prompt)
 
-then says which of the targets hold. The project's own are in `results/<device>/prefill.json`.
+then says which of the targets hold. They take turns of a few calls each, of which the first ones do not count: at the
+power cap a GPU's clock follows what ran in the tenths of a second before. The project's own times are in
+`results/<device>/prefill.json`.
 
     bf16, w4        operations of the blocks' products over the wall time are at least 0.72 and 0.60 of an H200's 790e12
     transformers    one prompt in bf16 takes no longer than Transformers does
@@ -19,7 +21,7 @@ then says which of the targets hold. The project's own are in `results/<device>/
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,13 +38,13 @@ from repro.generation import Engine
 MODEL = "Llama-3.1-8B"
 RECIPES = {"bf16": "fp16", "w4-g128": "rtn-w4-g128"}  # activations are bfloat16 in both
 TOKENS, PROMPTS = 2048, 16
-ROUNDS, BATCHES = 9, 3  # of one prompt, of sixteen
+TURNS = 3
+BEFORE, CALLS = 4, 3  # calls of one prompt in a turn: that do not count, that do
+BEFORE_BATCH, BATCHES = 1, 1  # of sixteen
 PEAK = 790e12  # operations a second that a bf16 product reaches on an H200, by the issue that set the targets
 SHARES = {"bf16": 0.72, "w4-g128": 0.60}
 TIMES_OF_ONE = 16.5
 IDLE = 1.05
-
-Seconds = Mapping[str, Sequence[float]]  # of every round, by who
 
 
 def operations(tokens: int) -> float:
@@ -84,14 +86,15 @@ def on_device(engine: Core, tokens: int, backend: timing.Cuda) -> Callable[[], f
     return replay
 
 
-def measure(rounds: int, calls: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Seconds of calls that take turns, after one of each that does not count."""
+def measure(before: int, count: int, calls: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Seconds of calls that take `TURNS` turns, each of `count` of them after `before` that do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(1 + rounds):
+    for _ in range(TURNS):
         for name, call in calls.items():
-            took = call()
-            if number:
-                seconds[name].append(float(f"{took:.5g}"))
+            for _ in range(before):
+                call()
+            for _ in range(count):
+                seconds[name].append(float(f"{call():.5g}"))
     return seconds
 
 
@@ -117,14 +120,14 @@ def record(out: Path) -> dict[str, Any]:
     model = random_transformers(device)
     singles["transformers"] = lambda: of_transformers(model, TOKENS)
     content = {**bench.origin(), "tokens": TOKENS, "prompts": PROMPTS}
-    content["seconds"] = measure(ROUNDS, singles) | measure(BATCHES, batches)
+    content["seconds"] = measure(BEFORE, CALLS, singles) | measure(BEFORE_BATCH, BATCHES, batches)
     write_text(out, json.dumps(content, indent=1) + "\n")
     return content
 
 
 def verdicts(content: Mapping[str, Any]) -> dict[str, str]:
     """Each target's figure in words, which begin with `holds` or `missed`."""
-    seconds = {name: median(rounds) for name, rounds in content["seconds"].items()}
+    seconds = {name: median(calls) for name, calls in content["seconds"].items()}
     words = {}
 
     def judge(target: str, holds: bool, figure: str) -> None:

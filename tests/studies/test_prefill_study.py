@@ -19,7 +19,7 @@ TINY = llama_config(hidden_size=64, intermediate_size=128, num_hidden_layers=2, 
 def content(**changes):
     """A file that meets every target, with changes of one name's seconds."""
     seconds = {
-        "bf16": [0.046, 0.045, 0.090],  # the median counts, not one slow round
+        "bf16": [0.046, 0.045, 0.090],  # the median counts, not one slow call
         "bf16 on device": [0.0449],
         "w4-g128": [0.047],
         "w4-g128 on device": [0.046],
@@ -57,16 +57,16 @@ def test_each_target_is_missed_alone():
     assert missed(**slow) == {"bf16"}
 
 
-def test_calls_take_turns_and_the_first_round_does_not_count():
+def test_calls_take_turns_and_the_first_of_a_turn_do_not_count():
     order, clock = [], itertools.count()
 
     def call(name):
         order.append(name)
         return float(next(clock))
 
-    seconds = prefill.measure(2, {name: lambda name=name: call(name) for name in "ab"})
-    assert order == list("ababab")
-    assert seconds == {"a": [2.0, 4.0], "b": [3.0, 5.0]}
+    seconds = prefill.measure(1, 2, {name: lambda name=name: call(name) for name in "ab"})
+    assert order == list("aaabbb") * prefill.TURNS
+    assert seconds == {"a": [1.0, 2.0, 7.0, 8.0, 13.0, 14.0], "b": [4.0, 5.0, 10.0, 11.0, 16.0, 17.0]}
 
 
 def test_what_is_timed_is_a_whole_prefill(monkeypatch):
