@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 VERBS = (
-    "make", "show", "list", "coverage", "verify", "accept", "run", "choose", "table", "generate", "fit",
+    "make", "show", "list", "coverage", "verify", "accept", "prune", "run", "choose", "table", "generate", "fit",
     "export", "compress", "pretrain", "card", "bench", "tune", "regress",
 )  # fmt: skip
 RUNS = re.compile(r"^    def run\(", re.MULTILINE)

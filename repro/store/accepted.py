@@ -17,6 +17,7 @@ writing is interrupted, the rows that are there have their series.
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -34,6 +35,7 @@ from repro.store.stored_row import ENDING, StoredRow
 
 RESULTS = measurement.RESULTS
 OF_CELLS = f"*-*{ENDING}"  # of measurements; kernel times, which `repro.store.kernel_rows` reads, have no dash
+RowId = tuple[Path, tuple[Any, ...]]  # the file of a row (`stored_as`), and its key
 INPUTS = "inputs.json.xz"  # spells out the hashes of declared inputs of a device's rows
 
 
@@ -145,6 +147,8 @@ def series(row: Measurement) -> list[dict[str, Series]]:
     Raises:
         UserError: a file that does not match its checksum, or without the series of the row.
     """
+    for read_rows in _recordings:
+        read_rows.add((row.stored_as, row.key))
     path = path_of(row)
     digests = row.observations.split()
     by_digest = _packed(path.parent, _stem(path))
@@ -154,6 +158,20 @@ def series(row: Measurement) -> list[dict[str, Series]]:
             "check both out again"
         )
     return [by_digest[digest] for digest in digests]
+
+
+_recordings: list[set[RowId]] = []
+
+
+@contextmanager
+def recorded() -> Iterator[set[RowId]]:
+    """Yield a set of the rows whose series are read in the block, of which everything is made that is shown."""
+    read_rows: set[RowId] = set()
+    _recordings.append(read_rows)
+    try:
+        yield read_rows
+    finally:
+        _recordings.pop()
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -210,7 +228,7 @@ def _write(path: Path, rows: Sequence[AcceptedRow]) -> None:
     """Write a file with the series and inputs of its rows; then remove series that no row needs any more."""
     packs = _write_series(path, rows)
     if not rows or any(accepted_row.inputs for accepted_row in rows):  # a kernel time has none
-        _write_inputs(path, rows)
+        _write_inputs(path.parent, rows)
     store(path, [accepted_row.row for accepted_row in rows])
     for pack in set(_packs(path.parent, _stem(path))) - packs:
         pack.unlink()
@@ -236,19 +254,19 @@ def _write_series(path: Path, rows: Sequence[AcceptedRow]) -> set[Path]:
     return set(packs)
 
 
-def _write_inputs(path: Path, rows: Sequence[AcceptedRow]) -> None:
-    """Write the declared inputs of a device's rows by hash, with those of a file's new rows."""
+def _write_inputs(folder: Path, rows: Sequence[AcceptedRow]) -> None:
+    """Write the declared inputs of a device's rows by hash, with those of rows that will be written."""
     used = set()
-    for file in _files(path.parent):
+    for file in _files(folder):
         if file.is_file():
             used |= {row.inputs for row in from_csv(file)}
-    facts_of = {hash: facts for hash, facts in _facts(path.with_name(INPUTS)).items() if hash in used}
+    facts_of = {hash: facts for hash, facts in _facts(folder / INPUTS).items() if hash in used}
     for accepted_row in rows:
         if accepted_row.inputs:
             facts_of[accepted_row.row.inputs] = accepted_row.inputs
     entries = sorted(folded.fold(dict(sorted(facts_of.items()))).items())
     lines = [f"{json.dumps(hash)}: {folded.text(facts)}" for hash, facts in entries]
-    write_text(path.with_name(INPUTS), "{\n" + ",\n".join(lines) + "\n}\n")
+    write_text(folder / INPUTS, "{\n" + ",\n".join(lines) + "\n}\n")
     _facts_of.cache_clear()  # two writes within a tick of the clock have the same time
 
 
@@ -261,36 +279,49 @@ def store(path: Path, rows: Sequence[StoredRow]) -> None:
 
 
 def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, int]:
-    """Rewrite every stored row through a function, with new digests, as when a scale is renamed.
+    """Pass every stored row through a function and store what it returns, as when a scale is renamed.
 
     Args:
-        change: maps a stored row with its series and declared inputs to its replacement; None removes it. Hashes of
-            inputs and digests of series are recomputed.
+        change: maps a stored row with its series and declared inputs to its replacement; None removes it. Of a new
+            object the hash of inputs and digests of series are recomputed; a file without one is not written.
 
     Returns:
-        Number of rows by file afterwards.
+        Number of rows by file afterwards, of the files that were written.
 
     Raises:
         UserError: what is there already is damaged, or two rows became one; nothing is written then.
     """
     new: dict[Path, dict[tuple[str, ...], AcceptedRow]] = {path: {} for path in files()}
+    changed_files = set()
     for path in files():
         for old in _others(path, Measurement, ()).values():
             changed = change(old)
+            if changed is not old:
+                changed_files.add(path)
             if changed is None:
                 continue
-            row = changed.row
-            if changed.inputs != old.inputs:
-                row = replace(row, inputs=measurement.inputs_hash(changed.inputs))
-            row = replace(row, observations=" ".join(map(observations.digest, changed.seeds)))
-            rows = new.setdefault(path_of(row), {})
-            if row.key in rows:
-                raise UserError(f"{path_of(row)}: {row.where_stored} would be stored twice")
-            rows[row.key] = replace(changed, row=row)
-    for path, rows in new.items():
-        _write(path, [rows[key] for key in sorted(rows)])
+            if changed is not old:
+                changed = _hashed_again(old, changed)
+                changed_files.add(path_of(changed.row))
+            rows = new.setdefault(path_of(changed.row), {})
+            if changed.row.key in rows:
+                raise UserError(f"{path_of(changed.row)}: {changed.row.where_stored} would be stored twice")
+            rows[changed.row.key] = changed
+    for path in sorted(changed_files):
+        _write(path, [new[path][key] for key in sorted(new[path])])
+    for folder in {path.parent for path in changed_files}:
+        _write_inputs(folder, ())  # without those of rows that are gone
     forget()
-    return {str(path): len(rows) for path, rows in new.items()}
+    return {str(path): len(new[path]) for path in sorted(changed_files)}
+
+
+def _hashed_again(old: AcceptedRow, changed: AcceptedRow) -> AcceptedRow:
+    """A changed row with the hash of its inputs and the digests of its series."""
+    row = changed.row
+    if changed.inputs != old.inputs:
+        row = replace(row, inputs=measurement.inputs_hash(changed.inputs))
+    row = replace(row, observations=" ".join(map(observations.digest, changed.seeds)))
+    return replace(changed, row=row)
 
 
 def _facts(path: Path) -> dict[str, Any]:

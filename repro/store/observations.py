@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from repro.core.errors import UserError
@@ -43,8 +44,8 @@ PACKING: dict[str, Any] = {
     "store_schema": False,  # Arrow's own copy of the schema takes 1 kB a file
 }
 ENCODINGS: tuple[dict[str, Any], ...] = (  # for values that repeat, such as 0 and 1; for values whose first bytes do
-    {"use_dictionary": [*WORDS, "value"], "column_encoding": COUNTED},
-    {"use_dictionary": WORDS, "column_encoding": COUNTED | {"value": "BYTE_STREAM_SPLIT"}},
+    {"use_dictionary": [*WORDS, "whole", "value"], "column_encoding": COUNTED},
+    {"use_dictionary": [*WORDS, "whole"], "column_encoding": COUNTED | {"value": "BYTE_STREAM_SPLIT"}},
 )
 SCHEMA = pa.schema(
     [
@@ -55,7 +56,20 @@ SCHEMA = pa.schema(
         pa.field("value", pa.float64(), nullable=False),
     ]
 )
-PACKED = pa.schema([pa.field("cell", pa.string()), pa.field("seed", pa.int32()), *SCHEMA])
+KEYED = pa.schema([pa.field("cell", pa.string()), pa.field("seed", pa.int32()), *SCHEMA])  # `SCHEMA` of many cells
+
+
+def _packed(values: pa.DataType, split: bool) -> pa.Schema:
+    """The columns of a file in results/: those of `KEYED`, the last of a narrower type, or as two."""
+    columns = list(KEYED)[:-1]
+    if split:
+        return pa.schema([*columns, pa.field("whole", pa.int64()), pa.field("value", values)])
+    return pa.schema([*columns, pa.field("value", values, nullable=False)])
+
+
+# Of these the one that takes the fewest bytes is written, single precision only where it is exact. Split, a series of
+# whole numbers, such as the right answers of a task, has its values in `whole`, any other in `value`.
+PACKED = tuple(_packed(values, split) for values in (pa.float64(), pa.float32()) for split in (False, True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +210,12 @@ def from_table(table: pa.Table, key: Sequence[str] = ()) -> dict[tuple[Any, ...]
     return by_key
 
 
-def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, str]]:
+def read(path: Path, *schemas: pa.Schema) -> tuple[pa.Table, dict[str, str]]:
     """A Parquet file as a table, and its metadata.
+
+    Args:
+        path: the file.
+        schemas: the columns that it may have.
 
     Raises:
         UserError: the file is missing, cannot be read, is damaged or cut short, or has other columns.
@@ -216,8 +234,8 @@ def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, st
         raise UserError(
             f"{path}: an incomplete or damaged Parquet file ({first}); delete it and build it again"
         ) from None
-    plain = [field.with_type(getattr(field.type, "value_type", field.type)) for field in table.schema]
-    if plain != list(schema):
+    plain = pa.schema([field.with_type(getattr(field.type, "value_type", field.type)) for field in table.schema])
+    if plain not in schemas:
         raise UserError(f"{path}: its columns are not those of observations; delete it and build it again")
     return table, meta
 
@@ -228,7 +246,7 @@ def load(path: Path) -> Observations:
     Raises:
         UserError: the file is missing, cut short, has other columns, or is not what its checksum says.
     """
-    table, meta = read(path)
+    table, meta = read(path, SCHEMA)
     try:
         series = from_table(table).get((), {})
     except ValueError as error:
@@ -269,12 +287,47 @@ def _files(keyed: Sequence[tuple[tuple[str, int], Mapping[str, Series]]]) -> lis
     if not keyed:
         return []
     of_all = packed_digest(dict(keyed))
-    table = _long(keyed, PACKED).replace_schema_metadata({"digest": of_all})
-    data = min((_written(table, encoding) for encoding in ENCODINGS), key=len)
+    data = b""
+    for table in _packed_tables(keyed):
+        table = table.replace_schema_metadata({"digest": of_all})
+        for encoding in ENCODINGS:
+            written = _written(table, encoding)
+            if not data or len(written) < len(data):
+                data = written
     if len(data) <= LARGEST or len(keyed) == 1:
         return [(of_all, data)]
     middle = len(keyed) // 2
     return _files(keyed[:middle]) + _files(keyed[middle:])
+
+
+def _packed_tables(keyed: Sequence[tuple[tuple[str, int], Mapping[str, Series]]]) -> list[pa.Table]:
+    """The series in every form of `PACKED` that is exact."""
+    long = _long(keyed, KEYED)
+    keys, values = long.columns[:-1], long["value"].to_numpy()
+    flags, lengths = [], []
+    for _, series in keyed:
+        for of_name in series.values():
+            flags.append(_has_only_whole_numbers(of_name.values))
+            lengths.append(len(of_name.values))
+    is_whole = np.repeat(np.array(flags, bool), lengths)
+    whole = pa.array(np.where(is_whole, values, 0).astype(np.int64), mask=~is_whole)
+    tables = []
+    for schema in PACKED:
+        with np.errstate(over="ignore"):  # what single precision cannot hold becomes infinite, and is no exact form
+            narrow = values.astype(schema.field("value").type.to_pandas_dtype())
+        if "whole" in schema.names:
+            if np.array_equal(values[~is_whole], narrow[~is_whole]):
+                tables.append(pa.table([*keys, whole, pa.array(narrow, mask=is_whole)], schema=schema))
+        elif np.array_equal(values, narrow):
+            tables.append(pa.table([*keys, narrow], schema=schema))
+    return tables
+
+
+def _has_only_whole_numbers(values: np.ndarray) -> bool:
+    """Whether integers hold values exactly; they have no -0.0, and doubles beyond 2**53 are not all whole numbers."""
+    values = np.asarray(values, dtype=float)
+    negative_zeros = np.signbit(values) & (values == 0)
+    return bool(np.array_equal(values, np.rint(values)) and (abs(values) < 2**53).all() and not negative_zeros.any())
 
 
 def _written(table: pa.Table, encoding: Mapping[str, Any]) -> bytes:
@@ -291,9 +344,12 @@ def unpack(path: Path) -> tuple[dict[tuple[str, int], dict[str, Series]], str]:
     Raises:
         UserError: the file is damaged or does not match its checksum.
     """
-    table, meta = read(path, PACKED)
+    table, meta = read(path, *PACKED)
+    value = table["value"].cast(pa.float64())
+    if "whole" in table.schema.names:
+        value = pc.coalesce(value, table["whole"].cast(pa.float64()))
     try:
-        by_cell = from_table(table, ("cell", "seed"))
+        by_cell = from_table(table.drop_columns("value").append_column("value", value), ("cell", "seed"))
     except ValueError as error:
         raise UserError(f"{path}: {error}; check it out again") from None
     if meta.get("digest") != packed_digest(by_cell):
