@@ -216,8 +216,14 @@ INLINE u32 transpose(u32 pair) {
     else if constexpr (N == 144) PRODUCT(144, TYPE, ADD, "%72,%73,%74,%75", "%76"); \
     else if constexpr (N == 152) PRODUCT(152, TYPE, ADD, "%76,%77,%78,%79", "%80"); \
     else PRODUCT(160, TYPE, ADD, "%80,%81,%82,%83", "%84");
-// Swizzle of 128 bytes; 8 rows are 1024. Of 64 bits from the start: an offset is one instruction then, not three.
+// Swizzle of 128 bytes; 8 rows are 1024. Adding a piece to all 64 bits is one instruction; `matrix_piece`, which has three,
+// needs fewer registers (volatile: it is not computed before it is needed).
 INLINE u64 matrix(u32 p) { return 0x40000040ull << 32 | (p / 16 + (1 << 16)); }
+INLINE u64 matrix_piece(u32 p, u32 piece) {
+    u64 b;
+    asm volatile("mov.b64 %0, {%1, 0x40000040};" : "=l"(b) : "r"(p / 16 + (1 << 16) + piece));
+    return b;
+}
 template <int BRAIN, int N, bool FIRST = false> INLINE void wgmma(float (*d)[4], const u32 a[4], u64 b) {
     static_assert(N % 8 == 0 && N <= 160, "no such product");
     if constexpr (BRAIN && FIRST) { PRODUCTS("bf16", "0"); }

@@ -35,11 +35,12 @@ constexpr int TURN = stages_of_turn(STAGES, RING, 8);  // of unrolled code
 constexpr int MOST_BY_TURNS = WGS == 1 ? 64 : WGS == 2 ? 48 : WGS == 3 ? 40 : 24;  // tokens that there are registers for
 constexpr bool BY_TURNS = !SCALED && FOLD % 64 == 0 && TURN > 1 && TURN * FOLDS % 2 == 0 && MT <= MOST_BY_TURNS;
 constexpr int PARTS = BY_TURNS ? 2 : 1;
-// Five warpgroups have 96 registers; of few tokens, producers need no more than 64 and leave the others 104.
-constexpr bool UNEVEN = WGS == 4 && MT <= 32;
+// Five warpgroups have 96 registers; of few tokens, producers need no more than 64 and leave the others 104. Not without an
+// unrolled loop, where ptxas 13.0 then puts a shared address into a uniform register beside a cache policy: no device runs that.
+constexpr bool UNEVEN = EVEN && WGS == 4 && MT <= 48;
 // Columns per unpack and multiply, and how many of them have registers of their own: fewer beside many sums.
 constexpr bool NARROW = WGS > 3 && MT > 64;
-constexpr int STEP = BY_TURNS && WGS < 3 && MT <= 40 && FOLD < 256 ? FOLD : KS >= 128 && !NARROW ? 64 : 32;
+constexpr int STEP = BY_TURNS && WGS < 3 && MT <= 32 && FOLD < 256 ? FOLD : KS >= 128 && !NARROW ? 64 : 32;
 constexpr int BUFFERS = BY_TURNS || NARROW ? 2 : KS / STEP;
 constexpr bool SUMS_SCALED = !SCALED && FOLD % STEP == 0;
 
@@ -194,7 +195,8 @@ __cluster_dims__(SPLIT)
                 if (BY_TURNS && u + column == 0) wgmma_wait<0>();
                 wgmma_begin();
                 UNROLL for (int k = 0; k < STEP; k += 16) {
-                    const u64 of = matrix(stages + i * X) + (column + k) / 64 * PLACES * 8 + (column + k) % 64 / 8;
+                    const u32 from = stages + i * X, piece = (column + k) / 64 * PLACES * 8 + (column + k) % 64 / 8;
+                    const u64 of = NARROW ? matrix_piece(from, piece) : matrix(from) + piece;
                     if constexpr (!SUMS_SCALED) multiply_tile(sum, now + k / 4, of);
                     else if (column % FOLD == 0 && k == 0) multiply_tile<true>(part[p], now, of);
                     else multiply_tile(part[p], now + k / 4, of);

@@ -151,6 +151,7 @@ void count_common(int c[4], const u32 a[4], u32 b0, u32 b1);
 void count_common(int c[4], u32 a0, u32 a1, u32 b); // the other half of A and B is 0
 u32 transpose(u32 pair);
 inline u64 matrix(u32 p) { return p / 16; }
+inline u64 matrix_piece(u32 p, u32 piece) { return matrix(p) + piece; }
 void multiply_later(bool brain, int columns, bool first, float (*d)[4], const unsigned a[4], unsigned b);
 template <int BRAIN, int N, bool FIRST = false> void wgmma(float (*d)[4], const unsigned a[4], u64 b) {
     multiply_later(BRAIN, N, FIRST, d, a, b);
