@@ -37,7 +37,7 @@ constexpr bool BY_TURNS = !SCALED && FOLD % 64 == 0 && TURN > 1 && TURN * FOLDS 
 constexpr int PARTS = BY_TURNS ? 2 : 1;
 // Five warpgroups have 96 registers; of few tokens, producers need no more than 64 and leave the others 104. Not without an
 // unrolled loop, where ptxas 13.0 then puts a shared address into a uniform register beside a cache policy: no device runs that.
-constexpr bool UNEVEN = EVEN && WGS == 4 && MT <= 48;
+constexpr bool UNEVEN = TURN > 1 && WGS == 4 && MT <= 48;
 // Columns per unpack and multiply, and how many of them have registers of their own: fewer beside many sums.
 constexpr bool NARROW = WGS > 3 && MT > 64;
 constexpr int STEP = BY_TURNS && WGS < 3 && MT <= 32 && FOLD < 256 ? FOLD : KS >= 128 && !NARROW ? 64 : 32;
