@@ -226,8 +226,14 @@ def _word(claim: tables.ClaimSpec, cases: Sequence[Case], cells: Sequence[Measur
     most = 2 * len(judged) >= len(possible)  # a few cases above chance do not speak for all
     if all(case.verdict == HOLDS for case in judged) and not left and most:
         return ON_STAND_INS if _grade(cells) == "C" else PLAIN[HOLDS]
-    holding = sum(case.verdict == HOLDS for case in judged)
-    return f"{PLAIN[UNDECIDED]}, {holding} of {len(cases)} hold"
+    return _undecided(cases)
+
+
+def _undecided(cases: Sequence[Case]) -> str:
+    """`undecided, 2 of 3 hold`, of the cases that this scale can judge."""
+    possible = [case for case in cases if case.missing not in EXCUSED]
+    holding = sum(case.verdict == HOLDS for case in possible)
+    return f"{PLAIN[UNDECIDED]}, {holding} of {len(possible)} hold"
 
 
 def _word_of_most(
@@ -239,7 +245,7 @@ def _word_of_most(
         return direction([case for case in judged if case.verdict == FAILS], claim.neutral)
     if judgement == HOLDS:
         return ON_STAND_INS if _grade(cells) == "C" else PLAIN[HOLDS]
-    return f"{PLAIN[UNDECIDED]}, {sum(case.verdict == HOLDS for case in judged)} of {len(cases)} hold"
+    return _undecided(cases)
 
 
 def rejected(cases: Sequence[Case]) -> list[Case]:

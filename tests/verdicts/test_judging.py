@@ -287,7 +287,8 @@ def test_evidence_that_is_not_whole_decides_where_it_can():
     observe(at)
     shutil.rmtree(at.jobs(cells(at, "RTN pc")[1])[0]["scores"].folder)
     judged = judge(at, dataclasses.replace(DAMAGE, cases=MODELS))
-    assert (judged.verdict, judged.grade, judged.measured) == ("undecided, 1 of 3 hold", "C", True)
+    what = "of the two that have a stand-in, one is not run"
+    assert (judged.verdict, judged.grade, judged.measured) == ("undecided, 1 of 2 hold", "C", True), what
     assert judged.why == "1 of 3 cases not run, 1 of 3 cases without a stand-in"
     fails = judge(at, dataclasses.replace(DAMAGE, cases=MODELS, holds="> 0.9"))
     assert fails.verdict == "same direction, smaller" and fails.own_numbers == "inconsistent"
@@ -343,6 +344,11 @@ def test_a_claim_about_most_cases_needs_more_than_half():
     claim = dataclasses.replace(DAMAGE, cases=tuple(cases), holds="< {most}", most=True)
     assert judge(at, claim).said == "holds on the stand-ins (2 of 3 cases)"
     assert judge(at, dataclasses.replace(claim, most=False)).verdict == "same direction, larger"
+    two = flow(models={ONE: "pocket-3m", TWO: "pocket-5m"})
+    observe(two)
+    halves = [{"model": ONE, "most": 0.3}, {"model": TWO, "most": 0.1}, {"model": THREE, "most": 0.3}]
+    split = judge(two, dataclasses.replace(claim, cases=tuple(halves)))
+    assert split.verdict == "undecided, 1 of 2 hold" and split.why == "1 of 3 cases without a stand-in"
 
 
 def test_a_changed_predicate_says_so():
