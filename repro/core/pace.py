@@ -9,9 +9,7 @@ import math
 import time
 from collections.abc import Callable
 
-SLOWER = (
-    1.25  # times the least that the fixed piece may take; on an H200's host 1.0 to 1.2 at full pace, 1.45 to 2.1 else
-)
+SLOWER = 1.25  # times the least that the fixed piece may take: 1.0 to 1.2 at full pace (H200's host), else 1.45 to 2.1
 TURNS = 1000
 
 
