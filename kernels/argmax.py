@@ -86,11 +86,17 @@ def prepare(logits: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return launch
 
 
+def limit(logits: torch.Tensor) -> str | None:
+    """What is wrong with checked logits, or None."""
+    return f"logits have {logits.shape[1]} columns; 2^31 - 1 at most" if logits.shape[1] >= 1 << 31 else None
+
+
 argmax = operator(
     "argmax",
     reference,
     launch,
     {"logits": Argument(FLOATS, "T V")},
     empty=lambda logits: torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device),
+    limit=limit,
     prepare=prepare,
 )

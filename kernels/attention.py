@@ -4,18 +4,19 @@
 
 with k, v = keys, values[rows[t], h // (Hq / Hk)]. Slot s is visible to token t if s < lengths[t] (which counts the
 token itself: causal by lengths) and, when a tree is given, s < start[t] or mask[t, s - start[t]]; slots past the mask's
-columns are not. A token with lengths[t] = 0 or a row below 0 (padding), or that sees no slot, gets zeros.
+columns are not. A token with lengths[t] of 0 or less or a row below 0 (padding), or that sees no slot, gets zeros.
 q: fp16, bf16 or float32 [T, Hq, D], D 64 or 128; keys, values: the same dtype [B, Hk, L, D]; rows, lengths, start:
-int32 [T] and mask: bool [T, N], read on the device (lengths beyond L are not checked there); y: [T, Hq, D]. Softmax
-and sums are float32; p of 16-bit operands is rounded to their type before the product with v; products of float32 are
-float32, not TF32. A visible NaN gives NaN. Bytes moved at least, of element size s: 2 s Hk D for every slot of a row
-that a token sees, and 2 s T Hq D.
+int32 [T] and mask: bool [T, N], read on the device (rows beyond B and lengths beyond L are not checked on a GPU);
+y: [T, Hq, D]. Softmax and sums are float32; p of 16-bit operands is rounded to their type before the product with v;
+products of float32 are float32, not TF32. A visible NaN gives NaN. Bytes moved at least, of element size s: 2 s Hk D
+for every slot of a row that a token sees, and 2 s T Hq D.
 
 Online softmax (FlashAttention, arXiv 2205.14135, algorithm 1) over a context that is split over programs
 (Flash-Decoding, Dao et al., 2023): the split follows the lengths, and a second kernel joins the parts in one order.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -59,12 +60,19 @@ def reference(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scale: float,
     mask: torch.Tensor | None = None, start: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """y [T, Hq, D] in the dtype of q, row by row in float32; NaN past a token's length does no harm."""
+    """y [T, Hq, D] in the dtype of q, row by row in float32; NaN past a token's length does no harm.
+
+    Raises:
+        ValueError: a row or a length beyond the cache.
+    """
     y = torch.zeros_like(q)
-    ends = lengths.tolist()
+    ends, of_tokens = [max(end, 0) for end in lengths.tolist()], rows.tolist()
+    if max(of_tokens) >= keys.shape[0] or max(ends) > keys.shape[2]:
+        reach = f"rows up to {max(of_tokens)} and lengths up to {max(ends)}"
+        raise ValueError(f"attention: {reach}; the cache has {keys.shape[0]} rows of {keys.shape[2]} slots")
     stop = 0
     group = q.shape[1] // keys.shape[1]
-    for row, run in itertools.groupby(rows.tolist()):  # neighbours that share a row
+    for row, run in itertools.groupby(of_tokens):  # neighbours that share a row
         here = slice(stop, stop := stop + len(list(run)))
         if row < 0:
             continue
@@ -238,6 +246,8 @@ def limit(
     """What is wrong with checked arguments, or None."""
     _, heads, size = q.shape
     groups = keys.shape[1]
+    if not abs(scale) < math.inf:
+        return f"scale is {scale}, which is no number"
     if (mask is None) != (start is None):
         return "mask and start belong to a tree; give both or neither"
     if size in (64, 128) and heads % groups == 0 and heads <= 32 * groups:

@@ -217,6 +217,7 @@ check_down = tensor_check(
         "gates": Argument((torch.float16,), "E G"),
     },
     latent_limit,
+    optional=("gates",),
 )
 check_up = tensor_check(
     "compensate",

@@ -312,7 +312,8 @@ class Slot:
         shares: the position of the argument whose dtype it shares, or -1.
         equal: (its dimension, position, dimension of the argument before it whose size is the same).
         fixed: (its dimension, the size that it must have).
-        rank: its number of dimensions, or -1 for any.
+        rank: its number of dimensions, or -1 for any from `least` on.
+        optional: whether it may be None.
     """
 
     position: int
@@ -320,6 +321,8 @@ class Slot:
     dtypes: tuple[torch.dtype, ...]
     shares: int
     rank: int
+    least: int
+    optional: bool
     equal: tuple[tuple[int, int, int], ...]
     fixed: tuple[tuple[int, int], ...]
     aligned: int
@@ -335,32 +338,19 @@ def checker(
 
     The dispatcher leaves out arguments at the end that have their default, so a tuple may be short.
     """
-    slots = slots_of(list(signature.parameters), arguments)
+    slots = slots_of(signature, arguments)
     first = slots[0].position
 
     def check(values: Sequence[Any], traced: bool = False) -> None:
-        device, count = values[first].device, len(values)
+        count = len(values)
         for slot in slots:
             if slot.position >= count:
                 break
             tensor = values[slot.position]
-            if tensor is None:
+            if tensor is None and slot.optional:
                 continue
-            dtype, shape = tensor.dtype, tensor.shape
-            fits = (
-                (dtype in slot.dtypes if slot.shares < 0 else dtype is values[slot.shares].dtype)
-                and (slot.rank < 0 or len(shape) == slot.rank)
-                and tensor.device == device
-                and tensor.is_contiguous()
-            )
-            if fits:
-                for dimension, other, there in slot.equal:
-                    if shape[dimension] != values[other].shape[there]:
-                        fits = False
-                for dimension, size in slot.fixed:
-                    if shape[dimension] != size:
-                        fits = False
-            if not fits or 0 in shape or (not traced and tensor.data_ptr() % slot.aligned):
+            right = tensor is not None and fits(tensor, slot, values, values[first].device)
+            if not right or (not traced and tensor.data_ptr() % slot.aligned):
                 raise ValueError(f"{name}: {wrong(tensor, slot, arguments, slots, values)}")
         if limit is not None and (sentence := limit(*values)):
             raise ValueError(f"{name}: {sentence}")
@@ -368,21 +358,44 @@ def checker(
     return check
 
 
+def fits(tensor: Tensor, slot: Slot, values: Sequence[Any], device: torch.device) -> bool:
+    """Whether a tensor is of the dtype, sizes, device and layout that its slot says, and not empty."""
+    dtype, shape = tensor.dtype, tensor.shape
+    if not (dtype in slot.dtypes if slot.shares < 0 else dtype is values[slot.shares].dtype):
+        return False
+    if len(shape) != slot.rank and (slot.rank >= 0 or len(shape) < slot.least):
+        return False
+    for dimension, other, there in slot.equal:
+        if shape[dimension] != values[other].shape[there]:
+            return False
+    for dimension, size in slot.fixed:
+        if shape[dimension] != size:
+            return False
+    return tensor.device == device and tensor.is_contiguous() and 0 not in shape
+
+
 def tensor_check(
-    name: str, arguments: Mapping[str, Argument], limit: Callable[..., str | None] | None = None
+    name: str,
+    arguments: Mapping[str, Argument],
+    limit: Callable[..., str | None] | None = None,
+    optional: Sequence[str] = (),
 ) -> Callable[..., None]:
     """The check of an operator for a function that is none, such as one that takes addresses of other devices.
 
     Args:
         name: of the function, which begins every message.
-        arguments: its tensors by name, in the order in which the check takes them; the first is never None.
+        arguments: its tensors by name, in the order in which the check takes them.
         limit: takes these tensors, already checked by `arguments`; says what is wrong in a sentence, or None.
+        optional: names of those that may be None; no other's size is compared with theirs.
 
     Returns:
         What raises ValueError as an operator does.
     """
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(argument, kind) for argument in arguments])
+    parameters = []
+    for argument in arguments:
+        default = None if argument in optional else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(argument, inspect.Parameter.KEYWORD_ONLY, default=default))
+    signature = inspect.Signature(parameters)
     check = checker(name, signature, arguments, limit)
     return lambda *tensors: check(tensors)
 
@@ -418,9 +431,10 @@ def not_on_gpu(tensor: Tensor, name: str) -> str | None:
     return None
 
 
-def slots_of(parameters: list[str], arguments: Mapping[str, Argument]) -> list[Slot]:
+def slots_of(signature: inspect.Signature, arguments: Mapping[str, Argument]) -> list[Slot]:
     """Arguments in the order of a signature, each with where its sizes appeared before."""
     slots: list[Slot] = []
+    parameters = list(signature.parameters)
     seen: dict[str, tuple[int, int]] = {}  # the position and dimension where a size is named first
     for name in sorted(arguments, key=parameters.index):
         argument, position = arguments[name], parameters.index(name)
@@ -441,6 +455,8 @@ def slots_of(parameters: list[str], arguments: Mapping[str, Argument]) -> list[S
             dtypes=() if shared else argument.dtypes,
             shares=parameters.index(argument.dtypes) if shared else -1,
             rank=-1 if "..." in names else len(names),
+            least=len(names) - names.count("..."),
+            optional=signature.parameters[name].default is None,
             equal=tuple(equal),
             fixed=tuple(fixed),
             aligned=argument.aligned,
@@ -450,13 +466,15 @@ def slots_of(parameters: list[str], arguments: Mapping[str, Argument]) -> list[S
 
 
 def wrong(
-    tensor: Tensor,
+    tensor: Tensor | None,
     slot: Slot,
     arguments: Mapping[str, Argument],
     slots: Sequence[Slot],
     values: Sequence[Any],
 ) -> str:
     """The sentence about a tensor that does not fit."""
+    if tensor is None:
+        return f"{slot.name} is None, not a tensor"
     shape, device = list(tensor.shape), values[slots[0].position].device
     if tensor.numel() == 0:
         return f"{slot.name} of shape {shape} is empty"

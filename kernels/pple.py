@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from repro.kernels import argmax
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
 from repro.kernels.prepared import Prepared, blank
@@ -133,4 +134,6 @@ def empty(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(count, dtype=torch.float32, device=device), torch.empty(count, dtype=torch.int64, device=device)
 
 
-pple = operator("pple", reference, launch, {"logits": Argument(FLOATS, "T V")}, empty=empty, prepare=prepare)
+pple = operator(
+    "pple", reference, launch, {"logits": Argument(FLOATS, "T V")}, empty=empty, limit=argmax.limit, prepare=prepare
+)

@@ -8,6 +8,7 @@ residual, sum is a copy of x. Bytes moved, of element size s: 4 s T H + s H; 3 s
 Triton program normalizes one token, which stays in registers.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -95,8 +96,10 @@ def prepare(
     return launch
 
 
-def limit(x: torch.Tensor, *_: object) -> str | None:
+def limit(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> str | None:
     """What is wrong with checked arguments, or None."""
+    if not 0 <= eps < math.inf:
+        return f"eps is {eps}; it is a number of 0 or more"
     return f"x has {x.shape[1]} columns; a program holds 65536" if x.shape[1] > 65536 else None
 
 

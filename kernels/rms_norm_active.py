@@ -62,6 +62,8 @@ def empty(
 
 def limit(x: Tensor, weight: Tensor, eps: float, threshold: float, residual: Tensor | None = None) -> str | None:
     """What is wrong with checked arguments, or None."""
+    if sentence := rms_norm.limit(x, weight, eps):
+        return sentence
     if x.shape[1] > active_inputs.MOST:
         return f"x has {x.shape[1]} columns; a list holds {active_inputs.MOST} at most"
     return None if threshold >= 0 else f"threshold is {threshold}; magnitudes are compared with 0 or more"

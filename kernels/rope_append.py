@@ -65,7 +65,11 @@ def reference(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """q [T, Hq, D] in the dtype of qkv; writes to `keys` and `values`."""
+    """q [T, Hq, D] in the dtype of qkv; writes to `keys` and `values`.
+
+    Raises:
+        ValueError: a row, slot or position of a token that is no padding is beyond its tensor.
+    """
     heads = qkv.view(len(qkv), -1, keys.shape[3])
     new = keys.shape[1]
     if min(rows.tolist()) < 0:  # the others alone, then zeros between them
@@ -77,11 +81,21 @@ def reference(
             if len(live)
             else q
         )
+    check_indices("rows", rows, keys.shape[0])
+    check_indices("slots", slots, keys.shape[2])
+    check_indices("positions", positions, len(cos))
     turned = rotate(heads[:, :-new], cos.index_select(0, positions), sin.index_select(0, positions))  # queries, keys
     cache_index = rows.long(), slots.long()
     keys.transpose(1, 2).index_put_(cache_index, turned[:, -new:])
     values.transpose(1, 2).index_put_(cache_index, heads[:, -new:])
     return turned[:, :-new].contiguous()
+
+
+def check_indices(name: str, indices: torch.Tensor, size: int) -> None:
+    """Raise ValueError unless all are from 0 to below a size."""
+    least, most = (int(end) for end in indices.aminmax())
+    if least < 0 or most >= size:
+        raise ValueError(f"rope_append: {name} are from {least} to {most}; they must be from 0 to {size - 1}")
 
 
 def unsupported(device: torch.device | str) -> str | None:

@@ -207,6 +207,7 @@ check_columns = tensor_check(
         "down": Argument((torch.int8,), "1 R C", VECTOR),
     },
     lambda x, *rest: not_on_gpu(x, "x"),
+    optional=("scales", "down"),
 )
 
 
@@ -303,6 +304,7 @@ check_sums = tensor_check(
         "gates": Argument((torch.float16,), "1 G", VECTOR),
     },
     lambda residual, *rest: not_on_gpu(residual, "residual"),
+    optional=("scales", "up", "gates"),
 )
 
 

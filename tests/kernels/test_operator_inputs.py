@@ -80,6 +80,8 @@ def arguments(name):
 
 
 TENSORS = [(name, argument) for name in NAMES for argument in arguments(name)]
+OPTIONAL = (("compensated_gemv", "gates"), ("rms_norm", "residual"), ("rms_norm_active", "residual"))
+PAIRED = (("attention", "mask"), ("attention", "start"))  # both or neither
 
 
 def strided(x):
@@ -145,6 +147,65 @@ def test_every_wrong_tensor_is_refused_by_name(name, argument, device):
             continue
         with pytest.raises(ValueError, match=f"^{name}: .* on .* on "):
             overload(name)(**moved)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, argument", TENSORS)
+def test_no_tensor_and_one_of_no_dimension_are_refused(name, argument, device):
+    """None stands for what may be left out, and for nothing else."""
+    inputs = right(name, device)
+    if (name, argument) != ("read_floor", "x"):  # which takes any shape
+        with pytest.raises(ValueError, match=f"^{name}: {argument} "):
+            overload(name)(**inputs | {argument: inputs[argument].flatten()[0].clone()})
+    if len(arguments(name)) == 1:  # the dispatcher finds no device
+        return
+    if (name, argument) in OPTIONAL:
+        called(name, inputs | {argument: None})
+        return
+    said = "mask and start belong to a tree" if (name, argument) in PAIRED else f"{argument} is None, not a tensor"
+    with pytest.raises(ValueError, match=f"^{name}: {said}"):
+        overload(name)(**inputs | {argument: None})
+
+
+@pytest.mark.parametrize("name", ["argmax", "pple"])
+def test_a_row_of_2_to_the_31_logits_is_refused(name):
+    """Places in a row are numbers of 32 bits."""
+    with pytest.raises(ValueError, match=f"^{name}: logits have 2147483648 columns"):
+        overload(name)(torch.empty(1, 1 << 31, dtype=torch.float16, device="meta"))
+
+
+def test_places_beyond_a_cache_are_refused_on_a_cpu():
+    """A negative one would count from the end."""
+    inputs = right("rope_append")
+    live = int((inputs["rows"] >= 0).sum())
+    for argument, size in (("rows", 2), ("slots", 16), ("positions", 16)):
+        for bad in (-7, size):
+            if (argument, bad) == ("rows", -7):  # padding
+                continue
+            tensor = inputs[argument].clone()
+            tensor[live - 1] = bad
+            with pytest.raises(
+                ValueError, match=f"^rope_append: {argument} are from .*; they must be from 0 to {size - 1}"
+            ):
+                overload("rope_append")(**inputs | {argument: tensor})
+    inputs = right("attention")
+    slots = inputs["keys"].shape[2]
+    for argument, bad in (("lengths", slots + 1), ("rows", 2)):
+        tensor = inputs[argument].clone()
+        tensor[-1] = bad
+        with pytest.raises(ValueError, match=f"^attention: rows up to .*; the cache has 2 rows of {slots} slots"):
+            overload("attention")(**inputs | {argument: tensor})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_token_of_a_negative_length_sees_nothing(device):
+    inputs = {n: v for n, v in right("attention", device).items() if n not in ("mask", "start")}
+    lengths = inputs["lengths"].clone()
+    lengths[:3] = -1
+    y = overload("attention")(**inputs | {"lengths": lengths})
+    assert not y[:3].any() and y[3:].all(-1).all()
+    one = {n: v[:1] for n, v in inputs.items() if n in ("q", "rows")}
+    assert not overload("attention")(**inputs | one | {"lengths": lengths[:1]}).any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -215,6 +276,11 @@ LIMITS = [  # an operator, what is changed, and what is said: more tokens than i
     ("silu_product_active", {"x": torch.ones(1, 7)}, "x has 7 columns; it takes an even number"),
     ("active_inputs", {"threshold": math.nan}, "threshold is nan"),
     ("active_inputs", {"x": torch.ones(1, (1 << 16) + 1)}, "x has 65537 columns; a list holds 65536 at most"),
+    ("rms_norm", {"eps": -1e-5}, "eps is -1e-05; it is a number of 0 or more"),
+    ("rms_norm", {"eps": math.nan}, "eps is nan"),
+    ("rms_norm_active", {"eps": math.inf}, "eps is inf"),
+    ("attention", {"scale": math.nan}, "scale is nan, which is no number"),
+    ("attention", {"scale": -math.inf}, "scale is -inf"),
     ("read_floor", {"x": torch.ones(6, dtype=torch.uint8)}, "x of 6 bytes"),
     ("read_floor", {"x": torch.ones(16384, dtype=torch.uint8)}, "out has 4 entries"),
 ]
