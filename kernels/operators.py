@@ -203,6 +203,8 @@ def direct(
     def learn(key: tuple, values: Sequence[Any]) -> None:
         if torch._C._dispatch_tls_local_include_set().raw_repr() not in ORDINARY:
             return
+        if any(is_negated(values[position]) for position in positions if position < len(values)):
+            return
         ready, alike = known.get(facts(values)), seen.get(key, ())
         if ready is None or len(alike) >= MOST_ALIKE:
             return
@@ -232,6 +234,11 @@ def direct(
         return result
 
     return call
+
+
+def is_negated(tensor: Tensor | None) -> bool:
+    """Whether a tensor's values are those of its memory times -1, which the dispatcher writes out before a call."""
+    return tensor is not None and tensor.is_neg()
 
 
 def recognizer(values: Sequence[Any], positions: Sequence[int]) -> Callable[[Sequence[Any]], bool]:

@@ -13,7 +13,7 @@ siblings share a position; no two tokens may share a row and a slot. Rows, slots
 not checked on a GPU. Bytes moved, of element size s: 2 s T (Hq + 2 Hk) D + 8 T D.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -72,7 +72,8 @@ def reference(
     """
     heads = qkv.view(len(qkv), -1, keys.shape[3])
     new = keys.shape[1]
-    if min(rows.tolist()) < 0:  # the others alone, then zeros between them
+    of_tokens = rows.tolist()
+    if min(of_tokens) < 0:  # the others alone, then zeros between them
         live = (rows >= 0).nonzero()[:, 0]
         q = torch.zeros_like(heads[:, : -2 * new])
         live_inputs = [tensor.index_select(0, live) for tensor in (qkv, positions, rows, slots)]
@@ -81,9 +82,9 @@ def reference(
             if len(live)
             else q
         )
-    check_indices("rows", rows, keys.shape[0])
-    check_indices("slots", slots, keys.shape[2])
-    check_indices("positions", positions, len(cos))
+    check_indices("rows", of_tokens, keys.shape[0])
+    check_indices("slots", slots.tolist(), keys.shape[2])
+    check_indices("positions", positions.tolist(), len(cos))
     turned = rotate(heads[:, :-new], cos.index_select(0, positions), sin.index_select(0, positions))  # queries, keys
     cache_index = rows.long(), slots.long()
     keys.transpose(1, 2).index_put_(cache_index, turned[:, -new:])
@@ -91,11 +92,11 @@ def reference(
     return turned[:, :-new].contiguous()
 
 
-def check_indices(name: str, indices: torch.Tensor, size: int) -> None:
+def check_indices(name: str, indices: Sequence[int], size: int) -> None:
     """Raise ValueError unless all are from 0 to below a size."""
-    least, most = (int(end) for end in indices.aminmax())
-    if least < 0 or most >= size:
-        raise ValueError(f"rope_append: {name} are from {least} to {most}; they must be from 0 to {size - 1}")
+    if min(indices) < 0 or max(indices) >= size:
+        ends = f"from {min(indices)} to {max(indices)}"
+        raise ValueError(f"rope_append: {name} are {ends}; they must be from 0 to {size - 1}")
 
 
 def unsupported(device: torch.device | str) -> str | None:

@@ -114,6 +114,24 @@ def test_a_call_that_is_recognized_is_none_in_forward_mode():
         function(forward_ad.make_dual(x, x))
 
 
+def test_a_view_that_is_negated_is_never_recognized():
+    """Its memory has the other sign, and the same facts as a tensor without it."""
+    facts, known, calls = operators.facts_of([0]), {}, []
+    on_device = operators.remembering("it", lambda values: None, lambda *values: lambda x: x.sum(), facts, known)
+
+    def overload(*values):
+        calls.append("dispatcher")
+        return on_device(*(value.resolve_neg() for value in values))
+
+    function = operators.direct("it", overload, [0], 1, facts, known)
+    x = torch.ones(2, 8)
+    function(x), function(x)
+    assert len(calls) == 1
+    for _ in range(3):
+        assert function(torch._neg_view(x)) == -16
+    assert len(calls) == 4
+
+
 @pytest.mark.parametrize("other", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
