@@ -203,8 +203,6 @@ def direct(
     def learn(key: tuple, values: Sequence[Any]) -> None:
         if torch._C._dispatch_tls_local_include_set().raw_repr() not in ORDINARY:
             return
-        if any(is_negated(values[position]) for position in positions if position < len(values)):
-            return
         ready, alike = known.get(facts(values)), seen.get(key, ())
         if ready is None or len(alike) >= MOST_ALIKE:
             return
@@ -236,11 +234,6 @@ def direct(
     return call
 
 
-def is_negated(tensor: Tensor | None) -> bool:
-    """Whether a tensor's values are those of its memory times -1, which the dispatcher writes out before a call."""
-    return tensor is not None and tensor.is_neg()
-
-
 def recognizer(values: Sequence[Any], positions: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
     """Whether tensors are like those of a call: all that `facts_of` compares, and the thread's dispatch keys.
 
@@ -252,6 +245,8 @@ def recognizer(values: Sequence[Any], positions: Sequence[int]) -> Callable[[Seq
     first = operator_module.itemgetter(*present)
     take = first if len(present) > 1 else lambda values: (first(values),)
     tensors = take(values)
+    if any(tensor.is_neg() for tensor in tensors):  # whose memory has the other sign, which the dispatcher turns
+        return lambda values: False
     alike = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     learning = any(tensor.requires_grad for tensor in tensors)
 
