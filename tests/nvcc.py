@@ -1,5 +1,6 @@
 """CUDA sources compiled for a GPU by nvcc: no GPU is needed, only the compiler."""
 
+import importlib.util
 import shutil
 import subprocess
 import tempfile
@@ -10,6 +11,21 @@ import pytest
 
 NEEDS_NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 HOPPER = "sm_90a"
+
+
+def _disassembler() -> str | None:
+    """cuobjdump on the PATH, or the one that Triton brings."""
+    found = shutil.which("cuobjdump")
+    triton = importlib.util.find_spec("triton")
+    if found or triton is None or triton.origin is None:
+        return found
+    brought = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
+    return str(brought) if brought.is_file() else None
+
+
+NEEDS_DISASSEMBLER = pytest.mark.skipif(
+    shutil.which("nvcc") is None or _disassembler() is None, reason="no nvcc, or no cuobjdump"
+)
 
 
 def compile_cubin(source: Path, macros: Mapping[str, object], arch: str = HOPPER) -> None:
@@ -39,6 +55,20 @@ def ptx(source: Path, macros: Mapping[str, object], arch: str = HOPPER) -> str:
     """
     compiled, _ = _compile("-ptx", source, macros, arch)
     return compiled.decode()
+
+
+def sass(source: Path, macros: Mapping[str, object], arch: str = HOPPER) -> str:
+    """The machine code of a source, disassembled.
+
+    Raises:
+        AssertionError: as `compile_cubin`.
+    """
+    cubin, _ = _compile("-cubin", source, macros, arch)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_disassembler(), "-sass", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _compile(output: str, source: Path, macros: Mapping[str, object], arch: str, *flags: str) -> tuple[bytes, str]:

@@ -7,6 +7,7 @@ import subprocess
 from itertools import chain
 
 import cuda_on_cpu
+import nvcc
 import pytest
 import torch
 
@@ -553,6 +554,21 @@ def test_two_launches_say_when_the_second_begins_and_ends(tmp_path, config, m):
         found[part] = re.findall(r"griddepcontrol\.(\w+)", (tmp_path / "k").read_text())
     waits = [] if "PAIR" in config else ["wait"]  # never the second launch
     assert found == {"": [], "HEAD": ["launch_dependents"], "TAIL": waits}
+
+
+@nvcc.NEEDS_DISASSEMBLER
+@pytest.mark.parametrize("config, tokens, bits", [
+    ({"WGS": 4, "MT": 32, "KS": 128, "STAGES": 5, "RING": 5, "SPLIT": 2}, 32, 4),
+    ({"WGS": 4, "MT": 32, "KS": 128, "STAGES": 6, "RING": 4, "SPLIT": 2} | KNOWN_WGMMA, 24, 8),
+    ({"WGS": 4, "MT": 48, "KS": 128, "STAGES": 4, "RING": 4, "SPLIT": 2} | KNOWN_WGMMA, 40, 4),
+    (w4a16_gemm.cheapest("plain", 16, 4096, 4096), 16, 4),
+], ids=("arguments", "turns too long", "turns", "mma"))  # fmt: skip
+def test_no_copy_has_a_shared_address_that_no_device_takes(config, tokens, bits):
+    """ptxas 13.0 writes a register and a uniform one beside a cache policy, an illegal instruction when it runs."""
+    source, constants, *_ = w4a16_gemm.plan_of(config)(tokens, 4096, 4096, (bits, 128, False), config, (9, 0))
+    code = nvcc.sass(source, {"BITS": bits, "GROUP": 128, "SYMMETRIC": 0, "BF16": 1} | constants)
+    copies = re.findall(r"LDGSTS\S* \[([^]]*)\]", code)
+    assert copies and not [address for address in copies if "+UR" in address]
 
 
 def test_a_configuration_for_wgmma_serves_one_capability(monkeypatch):
