@@ -6,7 +6,7 @@ Writes `DIR/prefill.json`: seconds of every call, of one prompt of 2,048 tokens 
 
     bf16, w4-g128   `Engine.time`: from the prompts' ids to every prompt's first token on the host
     transformers    the same of Transformers' model in bf16, launched by Python, its weights random, too (one prompt)
-    ... on device   a CUDA graph of all that the engine's prefill launches, without head and choice (one prompt)
+    ... on device   a CUDA graph of all that the engine launches until then (one prompt)
 
 then says which of the targets hold. They take turns of a few calls each, of which the first ones do not count: at the
 power cap a GPU's clock follows what ran in the tenths of a second before. The project's own times are in
@@ -34,6 +34,7 @@ from repro.engine import prefill
 from repro.engine.core import SHAPE, Core
 from repro.engine.shapes import SHAPES
 from repro.generation import Engine
+from repro.kernels.argmax import argmax
 
 MODEL = "Llama-3.1-8B"
 RECIPES = {"bf16": "fp16", "w4-g128": "rtn-w4-g128"}  # activations are bfloat16 in both
@@ -74,11 +75,16 @@ def of_transformers(model: Any, tokens: int) -> float:  # noqa: ANN401
 
 
 def on_device(engine: Core, tokens: int, backend: timing.Cuda) -> Callable[[], float]:
-    """A function that replays an engine's prefill of one prompt as a graph and returns its seconds."""
+    """A function that replays one prompt's prefill, head and greedy choice as a graph and returns its seconds."""
     model, cache = engine.model, engine.cache
     prompt = prefill.packed([list(range(tokens))], 0, model.device)
     groups = prefill.spans([tokens], 0)
-    graph = backend.capture([lambda: prefill.forward(model, cache, prompt, groups)])
+
+    def whole() -> torch.Tensor:
+        return argmax(model.head(prefill.forward(model, cache, prompt, groups)[-1:]))
+
+    with torch.inference_mode():
+        graph = backend.capture([whole])
 
     def replay(reads: tuple = (cache, prompt)) -> float:  # which a graph does not keep
         return graph.replay()

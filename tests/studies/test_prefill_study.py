@@ -91,6 +91,25 @@ def test_what_is_timed_is_a_whole_prefill(monkeypatch):
     assert shown == [((1, 1, 97), 32)]
 
 
+def test_what_the_device_is_timed_for_ends_with_the_first_token(monkeypatch):
+    """So that wall over device is what the host adds, and nothing that the device computes besides."""
+
+    class Backend:
+        def capture(self, calls):
+            self.outputs = [call() for call in calls]
+            return self
+
+        def replay(self):
+            return 0.5
+
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    engine = Engine.load("shape/tiny", "fp16", 33, device="cpu", dtype="float32")
+    backend = Backend()
+    assert prefill.on_device(engine, 32, backend)() == 0.5
+    (token,) = backend.outputs
+    assert token.tolist() == [int(engine.logits(list(range(32)))[-1].argmax())]
+
+
 @pytest.mark.skipif(not RECORDS, reason="not recorded: python -m repro.studies.prefill")
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
 def test_targets_hold_where_they_are_recorded(path):
