@@ -1033,7 +1033,7 @@ def test_a_command_whose_words_are_no_text(here):
     env = dag.environment(ROOT) | {"SCALE": "pocket"}
     done = subprocess.run(words, cwd=here, env=env, capture_output=True, timeout=120)
     assert done.returncode == 2 and not done.stdout
-    sentence(done.stderr.decode(), "unknown target", "udce9")
+    sentence(done.stderr.decode(), "unknown table", "udce9")
 
 
 def test_python_too_old(tmp_path):

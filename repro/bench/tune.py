@@ -31,6 +31,7 @@ from repro.core.errors import UserError, unknown
 from repro.core.files import one_at_a_time, reading, short_hash, write_text
 from repro.kernels import nvrtc, q4_k_planes
 from repro.kernels.launch_config import FOLDER, device_slug
+from repro.store.kernel_rows import USES
 
 DONE = Path("build") / "tune"  # a file a device and kernel: keys that were swept, with the hash of their space
 TIE = 0.01  # within so much of the fastest, the configuration that comes first in SPACE wins: no churn from noise
@@ -401,9 +402,13 @@ def tune(kernel: str, layers: Sequence[tuple[int, int]] = ()) -> Path:
     """
     if kernel == "gemlite":
         return gemlite((*shape, m) for shape, m in itertools.product(layers or shapes(), COUNTS))
-    module = load(kernel)
+    if kernel in USES and kernel not in TUNABLE:
+        tuned = [name for name in USES[kernel] if name in TUNABLE]
+        raise UserError(f"tune: {kernel} launches other kernels; tune what it launches: {', '.join(tuned)}")
     if kernel not in TUNABLE:
+        load(kernel)  # is there such a kernel?
         raise UserError(f"tune: {kernel} has a single launch configuration; choose from: {', '.join(sorted(TUNABLE))}")
+    module = load(kernel)
     if not torch.cuda.is_available():
         raise UserError("tune: this machine has no CUDA device; without a file of configurations heuristics are used")
     if reason := module.unsupported("cuda"):

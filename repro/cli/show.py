@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from repro import papers
-from repro.core.errors import UserError
+from repro.core.errors import UserError, unknown
 from repro.core.files import reading
 from repro.render.sheet import Sheet, read_markdown, terminal
 from repro.specs import names
@@ -26,10 +26,9 @@ def show(target: str) -> None:
     """Print a table. The project's Table 1 is followed by SPEAR's Table 1 and the path of each paper's own.
 
     Raises:
-        UserError: an unknown table, or a damaged file.
+        UserError: an unknown table, what is none, or a damaged file.
     """
-    stem = names.canonical(target) if "/" in target else target
-    names.check_targets([f"tables/{stem}.tex"])
+    stem = stem_of(target)
     stems = [stem, f"{papers.LEADING}/table1"] if stem == "table1" else [stem]
     sheets = [sheet_of(name) for name in stems]
     for sheet in sheets:
@@ -47,6 +46,25 @@ def show(target: str) -> None:
         last_notes += [note for note in sheet.notes if note.startswith(SAID_LAST)]
     for line in dict.fromkeys(last_notes):
         print(line)
+
+
+def stem_of(target: str) -> str:
+    """The name of a table that a user types, also as a path of what is built.
+
+    Raises:
+        UserError: there is no such table; a paper, a page and a figure are named as such.
+    """
+    if target in papers.PAPERS:
+        hint = f"name one of its tables, such as {target}/table1, or open docs/{target}.md"
+        raise UserError(f"{target} is a paper; {hint}")
+    if target.startswith("docs/"):
+        raise UserError(f"{target}: a page is no table; open it, or name a table, such as {papers.LEADING}/table1")
+    if "/" not in target and target not in (*names.OWN, *names.tables(), *names.figures()):
+        raise unknown("table", target, [*names.OWN, *names.tables()])
+    stem = names.canonical(target)
+    if names.is_figure(stem):
+        raise UserError(f"{stem} is a figure; make figures/{stem}.svg draws it")
+    return stem
 
 
 def path_of(stem: str) -> Path:

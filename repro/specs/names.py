@@ -151,6 +151,14 @@ def targets() -> list[str]:
     return ["all", *written, *drawn, *(f"docs/{paper}.md" for paper in pages())]
 
 
+def page_with(target: str) -> str:
+    """The page that a page of one of its tables, or of its figures, is built with; any other target as it is."""
+    match = re.fullmatch(r"docs/(\w+)/\w+\.md", target)
+    if match and match[1] in pages() and (HOME / target).is_file():
+        return f"docs/{match[1]}.md"
+    return target
+
+
 def check_targets(wanted: list[str]) -> None:
     """Raise unless every target is one that this project builds.
 

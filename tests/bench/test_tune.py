@@ -329,6 +329,7 @@ def cannot_import(name):
     [
         (["tune", "wna16_gemm"], "unknown kernel 'wna16_gemm'; did you mean"),
         (["tune", "quantize_activation"], "has a single launch configuration"),
+        (["tune", "linear"], "linear launches other kernels; tune what it launches: wna16_gemv, w4a16_gemm"),
         (["tune", "read_floor"], "no CUDA device"),
     ],
 )

@@ -55,6 +55,11 @@ AT_ONCE = {
     "a typo of a kind's scale": (("zeroshot", "pocket-3m", "--scale", "gpo"), 2, "did you mean 'gpu'"),
     "show": (("show", "spear/table1"), 0, "a title"),
     "show of a typo": (("show", "spear/tabel1"), 2, "did you mean 'spear/table1'"),
+    "show of a typo without a paper": (("show", "tabel1"), 2, "unknown table 'tabel1'; did you mean 'table1'"),
+    "show of a paper": (("show", "spear"), 2, "spear is a paper; name one of its tables, such as spear/table1"),
+    "show of a page": (("show", "docs/spear.md"), 2, "a page is no table"),
+    "show of a figure": (("show", "spear/figure13"), 2, "is a figure; make figures/spear/figure13.svg draws it"),
+    "show of a figure of our own": (("show", "leaderboard"), 2, "leaderboard is a figure"),
 }
 
 
@@ -143,3 +148,22 @@ def test_other_errors_of_the_system_are_not_blamed_on_the_user(monkeypatch):
     monkeypatch.setattr("repro.__main__.run", broken)
     with pytest.raises(OSError, match="Input/output"):
         main(["list"])
+
+
+def test_a_page_of_a_table_or_of_figures_is_built_with_its_papers(monkeypatch, capsys):
+    """They are no targets of their own; what is written is said, as it is of a table."""
+    from repro.__main__ import main
+    from repro.make import build
+
+    built = []
+    monkeypatch.setattr(build, "build", lambda targets, cores, scale: built.append(targets) or 0)
+    assert main(["make", "docs/spear/figures.md", "docs/spear/table3.md", "docs/flexquant.md"]) == 0
+    assert built == [["docs/spear.md", "docs/flexquant.md"]]
+    assert capsys.readouterr().out == (
+        "written: docs/spear.md  docs/spear/\nwritten: docs/flexquant.md  docs/flexquant/\n"
+    )
+    assert main(["make", "figures/spear/figure13.svg"]) == 0
+    paths = "  ".join(f"figures/spear/figure13.{form}" for form in ("svg", "pdf", "csv", "md"))
+    assert capsys.readouterr().out == f"written: {paths}\n"
+    assert main(["make", "docs/spear/table99.md"]) == 2
+    assert "unknown target 'docs/spear/table99.md'; did you mean 'docs/spear.md'" in capsys.readouterr().err
