@@ -60,7 +60,7 @@ MOST_FEW, MOST_MIDDLE, MOST_NARROW, MOST_WIDE = 32, 48, 64, 112  # tokens up to 
 MOST_KNOWN = 24  # tokens up to which columns that are a constant of the source are chosen from
 MOST_FOUR = 128  # tokens up to which four warpgroups that share x by tensor maps are chosen from
 MOST_LOOP = 128  # tokens up to which configurations with an unrolled loop are chosen from
-MOST_BESIDE = 64  # tokens of the smaller of two launches beside each other
+LEAST_HEAD, MOST_BESIDE = 256, 64  # tokens of the larger of two launches beside each other, and of the smaller
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed
     {"M": 16, "N": 2048, "K": 8192, "bits": 4, "group": 128, "symmetric": False, "dtype": "float16", "seed": 0},
@@ -178,20 +178,22 @@ for space, tiles, known_columns in (
         space.append(dict(zip(CONSTANTS, (*tile, split))) | known_columns)
 MORE_KNOWN_TILES = [  # for 9 tokens and more
     (16, 1, 2, 8, 1024, 4, 1, 0), (16, 1, 5, 4, 512, 5, 1, 0), (16, 1, 7, 4, 1024, 2, 1, 0),
-    (16, 2, 1, 8, 1024, 4, 1, 0), (16, 4, 1, 8, 1024, 3, 1, 0), (24, 2, 2, 4, 512, 4, 1, 0),
-    (40, 1, 2, 4, 512, 4, 1, 0), (40, 1, 3, 4, 512, 4, 1, 0),
+    (16, 2, 1, 8, 1024, 4, 1, 0), (16, 4, 1, 8, 1024, 3, 1, 0), (16, 2, 2, 4, 512, 6, 1, 0),
+    (16, 3, 1, 4, 512, 7, 1, 0), (24, 2, 2, 4, 512, 4, 1, 0), (40, 1, 1, 8, 512, 5, 1, 0),
+    (40, 1, 2, 4, 512, 4, 1, 0), (40, 1, 3, 4, 512, 4, 1, 0), (48, 1, 1, 8, 512, 4, 1, 0),
 ]  # fmt: skip
 SMALL_KNOWN_TILES = [  # for few rows, with more splits
     (8, 1, 1, 4, 512, 8, 4, 0), (16, 1, 1, 4, 512, 2, 4, 0), (32, 1, 2, 2, 256, 5, 2, 0),
 ]  # fmt: skip
 LOOP_TILES = [  # of `w4a16_wgmma.cu` with an unrolled loop, chosen from: BETWEEN_CONSTANTS without SPLIT, and SCALED
-    (4, 32, 128, 6, 6, 0), (3, 32, 128, 6, 6, 0), (2, 32, 256, 4, 4, 0), (1, 32, 256, 4, 4, 0), (3, 48, 128, 5, 5, 0),
-    (2, 48, 256, 3, 3, 0), (1, 48, 256, 4, 4, 0), (4, 64, 128, 3, 3, 1), (3, 64, 128, 4, 4, 1), (2, 64, 256, 3, 3, 1),
-    (2, 64, 128, 4, 4, 1), (1, 64, 256, 3, 3, 1), (4, 80, 128, 3, 3, 1), (2, 80, 128, 4, 4, 1), (1, 80, 256, 3, 3, 1),
-    (4, 96, 128, 3, 3, 1), (4, 96, 128, 2, 4, 1), (3, 96, 128, 3, 3, 1),
+    (4, 24, 128, 8, 8, 0), (4, 32, 128, 6, 6, 0), (4, 32, 128, 4, 4, 0), (3, 32, 128, 6, 6, 0), (2, 32, 128, 8, 8, 0),
+    (1, 32, 256, 4, 4, 0), (4, 48, 128, 4, 4, 0), (3, 48, 128, 4, 4, 0), (2, 48, 128, 8, 8, 0), (1, 48, 256, 3, 3, 0),
+    (4, 64, 128, 3, 3, 1), (3, 64, 128, 4, 4, 1), (2, 64, 256, 3, 3, 1), (2, 64, 128, 4, 4, 1), (1, 64, 256, 3, 3, 1),
+    (4, 80, 128, 3, 3, 1), (2, 80, 128, 4, 4, 1), (1, 80, 256, 3, 3, 1), (4, 96, 128, 3, 3, 1), (4, 96, 128, 2, 4, 1),
+    (3, 96, 128, 3, 3, 1),
 ]  # fmt: skip
 LOOP_MULTICAST_TILES = [(2, 6, 3), (2, 8, 4)]  # of `w4a16_multicast.cu`: MULTICAST_CONSTANTS, likewise
-MORE_THAN = {32: 8, 48: 32, 64: 32, 80: 64, 96: 64, 128: 96}  # by tokens of such a tile, those that it is chosen for
+MORE_THAN = {24: 8, 32: 8, 48: 32, 64: 40, 80: 64, 96: 64, 128: 96}  # by tokens of such a tile: it is chosen for more
 LOOP_SPACE = []
 for (*tile, scaled), split in itertools.product(LOOP_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
     config = dict(zip(BETWEEN_CONSTANTS, (*tile, split))) | {"KNOWN": 1}
@@ -201,7 +203,9 @@ for tile, split in itertools.product(LOOP_MULTICAST_TILES, (1, 2, 3, 4)):
 for split in (1, 2):
     LOOP_SPACE.append({"WGS": 4, "MT": 128, "STAGES": 8, "RING": 4, "SPLIT": split, "PAIR": 1, "KNOWN": 1})
 TURNS_TILES = [  # more of them, recorded alone
-    (4, 32, 128, 5, 5, 0), (2, 48, 256, 4, 4, 0), (1, 64, 128, 5, 5, 1), (1, 64, 128, 8, 8, 0), (1, 64, 256, 4, 4, 1),
+    (4, 32, 128, 5, 5, 0), (2, 32, 256, 3, 3, 0), (2, 32, 256, 4, 4, 0), (3, 48, 128, 5, 5, 0), (2, 48, 128, 6, 6, 0),
+    (2, 48, 256, 3, 3, 0), (2, 48, 256, 4, 4, 0), (1, 48, 256, 4, 4, 0), (3, 80, 128, 3, 3, 1), (2, 80, 128, 4, 8, 1),
+    (2, 96, 128, 4, 4, 1), (1, 64, 128, 5, 5, 1), (1, 64, 128, 8, 8, 0), (1, 64, 256, 4, 4, 1),
     (1, 64, 256, 5, 5, 0), (2, 64, 128, 6, 6, 1), (2, 64, 128, 8, 4, 1), (4, 64, 128, 4, 4, 1), (2, 96, 256, 2, 4, 1),
     (1, 112, 256, 2, 4, 1), (3, 112, 128, 3, 3, 1), (2, 128, 128, 3, 3, 1), (3, 128, 64, 3, 3, 1),
 ]  # fmt: skip
@@ -321,6 +325,8 @@ def chosen_from(tokens: int, bits: int, capability: tuple[int, int]) -> list[str
         if bits > 2:  # of 2 bits a stage is 128 columns
             least_and_most |= {"wide": (MOST_NARROW + 1, MOST_WIDE), "between": (MOST_NARROW + 1, MAX_ROWS)}
         least_and_most |= {"multicast": (LEAST_MULTICAST, MAX_ROWS), "four": (LEAST_MULTICAST, MOST_FOUR)}
+        if bits == 4:
+            least_and_most["loop"] = (min(MORE_THAN.values()) + 1, MOST_LOOP)
     return [space for space, (least, most) in least_and_most.items() if least <= tokens <= most]
 
 
@@ -341,8 +347,8 @@ def cheapest(
 
 
 def suits(config: dict, m: int) -> bool:
-    """Whether one of LOOP_SPACE is chosen from for m tokens: they nearly fill its tile; at most 24 do for 256 rows."""
-    if m <= MOST_KNOWN and config.get("WGS") != 4:
+    """Whether one of LOOP_SPACE is chosen from for m tokens: they nearly fill its tile; at most 16 do for 256 rows."""
+    if m <= LEAST_TILE and config.get("WGS") != 4:
         return False
     return MORE_THAN[tokens_of(config)] < m <= tokens_of(config)
 
@@ -481,12 +487,10 @@ DECODE_START, DECODE_TOKEN = 2.5, 0.06  # us of `wna16_gemv.cu`, and by how much
 def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> int:
     """How many of m tokens to multiply in a launch of their own, with the others beside them; 0 for one launch.
 
-    The last wave of thread blocks leaves SMs free, which a few tokens more would make a wave of their own. Two launches
-    are an estimate: what is recorded for m tokens as they are, and so was timed, stays one.
+    The last wave of thread blocks leaves SMs free, which a few tokens more would make a wave of their own. Up to 256
+    tokens one launch is the faster one (192 beside 17 to 64 took 1.01 to 1.22 of its time at four layers of an H200).
     """
-    if any(recorded_for(t, n, k, bits, device) for t in serving(m)):
-        return 0
-    if m <= 64 or (device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0)):
+    if m <= LEAST_HEAD or (device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0)):
         return 0
     sms = processors(device)
 
@@ -497,7 +501,7 @@ def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> i
         return estimate(config, count, n, k, bits, sms)
 
     times = {0: alone(m)}
-    for head in sorted({*range(64, m, 64), MOST_TOKENS} - {m}):
+    for head in sorted({*range(LEAST_HEAD, m, 64), MOST_TOKENS} - {m}):
         tail = m - head
         if not 0 < tail <= MOST_BESIDE:
             continue

@@ -32,7 +32,8 @@ static_assert(STAGES > 1 && RING > 1 && MT % 8 == 0 && KS % KB == 0 && KS % 64 =
 constexpr int TURN = stages_of_turn(STAGES, RING, 8);  // of unrolled code
 // Of two groups by turns products have registers of their own: the tensor cores work on one while the sums of the other are
 // scaled. ptxas follows that within a turn of an unrolled loop, which has to be an even number of groups.
-constexpr int MOST_BY_TURNS = WGS == 1 ? 64 : WGS == 2 ? 48 : WGS == 3 ? 40 : 24;  // tokens that there are registers for
+// How many tokens there are registers for:
+constexpr int MOST_BY_TURNS = WGS == 1 ? 64 : WGS == 2 ? (KS > 128 ? 40 : 48) : WGS == 3 ? 40 : 24;
 constexpr bool BY_TURNS = !SCALED && FOLD % 64 == 0 && TURN > 1 && TURN * FOLDS % 2 == 0 && MT <= MOST_BY_TURNS;
 constexpr int PARTS = BY_TURNS ? 2 : 1;
 // Five warpgroups have 96 registers; of few tokens, producers need no more than 64 and leave the others 104. Not without an

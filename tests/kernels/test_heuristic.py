@@ -122,25 +122,17 @@ def test_few_tokens_have_tiles_of_their_own(monkeypatch):
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
     for m, shape, key in ((17, "14336x4096", "m24"), (25, "28672x8192", "m32"), (65, "4096x14336", "m80")):
         assert w4a16_gemm.configuration(m, *map(int, shape.split("x")), 4, "cpu") == recorded[f"w4 {key} {shape}"]
-    assert w4a16_gemm.configuration(17, 28672, 4096, 4, "cpu")["WR"] == 7
     for m, shape, chosen in ((2, (6144, 4096), (3, 1, 8)), (8, (28672, 4096), (2, 7, 2))):
         config = w4a16_gemm.configuration(m, *shape, 4, "cpu")  # the fastest of some forty on an H200, without an entry
         assert config in w4a16_gemm.EIGHT_SPACE and chosen == tuple(config[name] for name in ("RT", "WR", "WK"))
-    assert w4a16_gemm.configuration(9, 6144, 4096, 4, "cpu") not in w4a16_gemm.EIGHT_SPACE
+    assert w4a16_gemm.configuration(9, 6144, 4096, 4, "cpu") in w4a16_gemm.PLAIN_SPACE
     assert w4a16_gemm.configuration(17, 6145, 4096, 4, "cpu") in w4a16_gemm.FEW_SPACE
-    assert "WGS" in w4a16_gemm.configuration(25, 28672, 4096, 4, "cpu")
-    assert w4a16_gemm.configuration(65, 28672, 4096, 4, "cpu") in w4a16_gemm.WIDE_SPACE
-    for m in (33, 40, 41, 48):
-        chosen = w4a16_gemm.configuration(m, 6144, 4096, 4, "cpu")
-        assert chosen in w4a16_gemm.MIDDLE_SPACE and chosen["MT"] == (40 if m <= 40 else 48)
-    assert "WGS" in w4a16_gemm.configuration(49, 6144, 4096, 4, "cpu")
-    for m in (97, 112, 128):
-        assert w4a16_gemm.configuration(m, 28672, 4096, 4, "cpu") in w4a16_gemm.FOUR_SPACE
-        assert w4a16_gemm.configuration(m, 14336, 4096, 4, "cpu") not in w4a16_gemm.FOUR_SPACE
-    for m in (81, 96):
+    tiles = {9: 24, 17: 24, 24: 24, 25: 32, 33: 48, 49: 64, 65: 80, 81: 96, 96: 96, 97: 128, 113: 128, 128: 128}
+    for m, tile in tiles.items():
         chosen = w4a16_gemm.configuration(m, 28672, 4096, 4, "cpu")
-        assert chosen in w4a16_gemm.WIDE_SPACE and w4a16_gemm.tokens_of(chosen) == 96
-    assert w4a16_gemm.configuration(113, 28672, 4096, 4, "cpu") not in w4a16_gemm.WIDE_SPACE
+        assert chosen in w4a16_gemm.LOOP_SPACE and (chosen["WGS"], w4a16_gemm.tokens_of(chosen)) == (4, tile), m
+    assert w4a16_gemm.configuration(49, 6144, 4096, 4, "cpu") in w4a16_gemm.LOOP_SPACE
+    assert "WGS" in w4a16_gemm.configuration(65, 28673, 4096, 4, "cpu")
     for capability in ((8, 0), (10, 0)):
         assert "WGS" not in w4a16_gemm.cheapest("few", 32, 28672, 4096, capability=capability)
 
@@ -171,13 +163,13 @@ def test_a_launch_beside_another_takes_what_is_recorded_for_it(monkeypatch):
 
 
 def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
-    """Of 16 and 24 tokens those of 256 rows alone; a tile of 64 from 33 on, of 128 from 97 on."""
+    """Of 16 tokens those of 256 rows alone; a tile of 64 from 41 on, of 128 from 97 on."""
     loop = w4a16_gemm.LOOP_SPACE
-    tiles_of = {8: set(), 16: {32}, 32: {32}, 33: {48, 64}, 49: {64}, 65: {80, 96}, 97: {128}, 129: set()}
-    for m, tiles in tiles_of.items():
+    tiles_of = {16: {24, 32}, 24: {24, 32}, 32: {32}, 33: {48}, 41: {48, 64}, 49: {64}, 65: {80, 96}, 97: {128}}
+    for m, tiles in (tiles_of | {8: set(), 129: set()}).items():
         able = [config for config in loop if w4a16_gemm.suits(config, m)]
         assert {w4a16_gemm.tokens_of(config) for config in able} == tiles
-        assert m > 24 or all(config["WGS"] == 4 for config in able)
+        assert (m > 16) == any(config.get("WGS") != 4 for config in able) or not able
         assert not able or w4a16_gemm.cheapest("loop", m, 28672, 4096) in able
 
 

@@ -162,20 +162,15 @@ def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monk
     w4a16_gemm.tokens_of_head.cache_clear()
 
 
-def test_what_is_recorded_for_so_many_tokens_stays_one_launch(monkeypatch):
-    """A second launch is an estimate. Here one of two tiles of 128 tokens is estimated to take longer than two do."""
-    slow = {"WGS": 3, "MT": 128, "KS": 64, "STAGES": 3, "RING": 3, "SPLIT": 2, "KNOWN": 1}
-    first = {"WGS": 4, "MB": 1, "KS": 128, "STAGES": 5, "RING": 3, "SPLIT": 2}  # of 192 tokens
-    device, alone = torch.device("cpu"), w4a16_gemm.configuration
-    heads = []
-    for of_record in (slow, None):
-        recorded = {"w4 m256 5120x5120": of_record}
-        monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, _, known=recorded: known.get(key))
-        choices = {192: first, 256: slow}
-        monkeypatch.setattr(w4a16_gemm, "configuration", lambda m, *rest, of=choices: of.get(m) or alone(m, *rest))
+def test_up_to_256_tokens_are_one_launch(monkeypatch):
+    """Though two are estimated to be faster: 192 of 209 tokens of 3072 x 8192."""
+    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
+    shapes = ((3072, 8192), (11008, 4096), (6144, 4096), (14336, 4096))
+    for least, found in ((256, set()), (64, {192})):
+        monkeypatch.setattr(w4a16_gemm, "LEAST_HEAD", least)
         w4a16_gemm.tokens_of_head.cache_clear()
-        heads.append(w4a16_gemm.tokens_of_head(256, 5120, 5120, 4, device))
-    assert heads == [0, 192]
+        heads = {w4a16_gemm.tokens_of_head(209, *shape, 4, torch.device("cpu")) for shape in shapes}
+        assert heads - {0} == found
     w4a16_gemm.tokens_of_head.cache_clear()
 
 
