@@ -1,7 +1,6 @@
 """Figures as SVG and PDF, byte for byte the same for the same numbers."""
 
 import math
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,13 @@ from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import FixedLocator, MaxNLocator  # noqa: E402
 
 from repro.core.files import atomic  # noqa: E402
+from repro.render.small_svg import smaller  # noqa: E402
 
 STYLE = {
     "svg.hashsalt": "lowbit-repro",
     "svg.fonttype": "none",
     "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -52,88 +53,12 @@ Panels = Mapping[str, Mapping[str, Sequence[Point]]]
 def save(figure: plt.Figure, path: Path) -> None:
     """Write a figure as SVG or PDF, by the path's ending, without a date, atomically."""
     form = path.suffix[1:]
-    dates = {"svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
+    omitted = {"svg": ("Date", "Creator", "Format", "Type"), "pdf": ("CreationDate", "Producer", "Creator")}
     with atomic(path) as temporary:
-        figure.savefig(temporary, format=form, metadata=dates[form])
+        figure.savefig(temporary, format=form, metadata=dict.fromkeys(omitted[form]))
         if form == "svg":
             temporary.write_text(smaller(temporary.read_text(encoding="utf-8")), encoding="utf-8")
     plt.close(figure)
-
-
-def smaller(svg: str) -> str:
-    """The same picture in fewer bytes.
-
-    Coordinates are rounded, nothing is indented, a path is a line and each style is named once; ids are short, groups
-    that say nothing are gone, rectangles are named by their sides, and lines of one look are one path.
-    """
-    svg = re.sub(r"\n +<", "\n<", rounded(svg))
-    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r" *\n", "", path[0]), svg)
-    classes: dict[str, str] = {}
-
-    def named(style: re.Match) -> str:
-        return f' class="{classes.setdefault(style[1], f"s{len(classes)}")}"'
-
-    svg = re.sub(r' style="([^"]*)"', named, svg)
-    rules = "".join(f"\n.{name}{{{style}}}" for style, name in classes.items())
-    svg = svg.replace("</style>", f"{rules}</style>", 1)
-    return _joined_lines(_short_rectangles(_short_ids(_without_bare_groups(svg))))
-
-
-def _without_bare_groups(svg: str) -> str:
-    """Without the groups, a tag a line, that have nothing but a name that nobody refers to."""
-    needed, open_groups = [], []
-    for line in re.sub(r'<g id="[^"]*"', "<g", svg).split("\n"):
-        is_bare = line in ("<g>", "<g/>")
-        if line.startswith("<g") and not line.endswith("/>"):
-            open_groups.append(is_bare)
-        elif line == "</g>":
-            is_bare = open_groups.pop()
-        if not is_bare:
-            needed.append(line)
-    return "\n".join(needed)
-
-
-def _short_ids(svg: str) -> str:
-    """With markers and clipping paths named by their number."""
-    numbers = {name: f"i{n}" for n, name in enumerate(dict.fromkeys(re.findall(r' id="([^"]*)"', svg)))}
-
-    def short(reference: re.Match) -> str:
-        return reference[1] + numbers.get(reference[2], reference[2])
-
-    return re.sub(r'( id="|href="#|url\(#)([^")]+)', short, svg)
-
-
-def _short_rectangles(svg: str) -> str:
-    """With rectangles, such as bars and the cells of a map, by their sides."""
-    number = r"(-?[\d.]+)"
-    corners = rf"M {number} {number}L {number} \2L \3 {number}L \1 \4(?:L \1 \2)?z?(?=\")"
-    return re.sub(corners, r"M \1 \2H \3V \4H \1z", svg)
-
-
-def _joined_lines(svg: str) -> str:
-    """With paths that follow one another, have one look and are not filled, such as error bars, as one."""
-    hollow = set(re.findall(r"\.(s\d+)\{fill: none", svg))
-    path = re.compile(r'<path d="([^"]*)"((?: clip-path="[^"]*")? class="(s\d+)")/>')
-    joined: list[str] = []
-    for line in svg.split("\n"):
-        path_here = path.fullmatch(line)
-        path_before = path.fullmatch(joined[-1]) if joined else None
-        if path_here and path_before and path_here[2] == path_before[2] and path_here[3] in hollow:
-            joined[-1] = f'<path d="{path_before[1]}{path_here[1]}"{path_here[2]}/>'
-        else:
-            joined.append(line)
-    return "\n".join(joined)
-
-
-def rounded(svg: str) -> str:
-    """The same picture with coordinates of two decimals, a hundredth of a point; its text as it was."""
-
-    def shorter(attribute: re.Match) -> str:
-        return re.sub(
-            r"-?\d+\.\d{2,}(?!e)", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), attribute[0]
-        )
-
-    return re.sub(r' (?:d|x|y|points|transform|width|height)="[^"]*"', shorter, svg)
 
 
 def lines(

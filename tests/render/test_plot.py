@@ -65,14 +65,6 @@ def test_a_broken_axis_leaves_out_what_is_empty(tmp_path):
     assert "30" in whole and "30" not in broken
 
 
-def test_coordinates_have_two_decimals_and_text_is_as_it_was():
-    svg = (
-        '<path d="M 1.23456 -7.8 L 12.000001 3.005"/><text x="0.33333" transform="rotate(-90 1.5555 2)">0.12345</text>'
-    )
-    want = '<path d="M 1.23 -7.8 L 12 3"/><text x="0.33" transform="rotate(-90 1.56 2)">0.12345</text>'
-    assert plot.rounded(svg) == want
-
-
 def test_a_legend_names_what_is_not_measured_and_is_as_wide_as_its_figure(tmp_path):
     names = [f"FlexQuant at best, {i} layers a switch" for i in range(6)]
     panels = {"m": {name: one((1, i)) if i else [] for i, name in enumerate(names)}}
@@ -117,17 +109,6 @@ def test_bars_of_every_panel_are_drawn_with_their_values_and_what_can_be_seen_of
     assert "61.8" not in texts((tmp_path / "g.svg").read_text(encoding="utf-8"))  # ratios have the line at 1
 
 
-def test_a_picture_is_written_with_each_style_once_and_a_path_a_line():
-    path = '<path d="M 0 1 \nL 2 3.456 \nz\n" style="fill: none; stroke: #123456"/>'
-    svg = f"<svg>\n <defs>\n  <style>*{{stroke-linejoin: round}}</style>\n </defs>\n {path}\n {path}\n"
-    svg += " <text style=\"font: 9px 'A'\">two  blanks</text>\n</svg>\n"
-    want = "<svg>\n<defs>\n<style>*{stroke-linejoin: round}\n"
-    want += ".s0{fill: none; stroke: #123456}\n.s1{font: 9px 'A'}</style>\n</defs>\n"
-    want += '<path d="M 0 1L 2 3.46zM 0 1L 2 3.46z" class="s0"/>\n'
-    want += '<text class="s1">two  blanks</text>\n</svg>\n'
-    assert plot.smaller(svg) == want == plot.smaller(want)
-
-
 def test_the_highest_point_of_a_logarithmic_axis_has_room_above_it(tmp_path, monkeypatch):
     drawn_axes = []
     monkeypatch.setattr(plot, "save", lambda figure, path: drawn_axes.extend(figure.axes))
@@ -135,22 +116,3 @@ def test_the_highest_point_of_a_logarithmic_axis_has_room_above_it(tmp_path, mon
     plot.loglog(panels, "t", "x", "y", tmp_path / "f.svg")
     low, high = drawn_axes[0].get_ylim()
     assert high > 1.5 * 0.14 and low < -2e-4
-
-
-def test_a_rectangle_is_written_by_its_sides():
-    svg = '<svg><style></style>\n<path d="M 1 9L 5 9L 5 2L 1 2z"/>\n<path d="M 1 9L 5 9L 5 2L 1 2L 1 9"/>\n'
-    svg += '<path d="M 1 9L 5 9L 5 2L 1 3z"/>\n</svg>\n'  # no rectangle
-    sides = '<path d="M 1 9H 5V 2H 1z"/>\n'
-    assert plot.smaller(svg) == f'<svg><style></style>\n{sides}{sides}<path d="M 1 9L 5 9L 5 2L 1 3z"/>\n</svg>\n'
-
-
-def test_a_picture_has_short_names_and_no_group_that_says_nothing():
-    svg = '<svg><style></style>\n<defs>\n<path id="m0123456789" d="M 0 1" style="fill: #123456"/>\n</defs>\n'
-    svg += (
-        '<clipPath id="p012"/>\n<g id="axes_1">\n<g clip-path="url(#p012)">\n<use xlink:href="#m0123456789"/>\n</g>\n'
-    )
-    svg += 2 * '<path d="M 0 1" style="fill: #123456"/>\n' + "</g>\n<text>#m0123456789</text>\n</svg>\n"
-    want = '<svg><style>\n.s0{fill: #123456}</style>\n<defs>\n<path id="i0" d="M 0 1" class="s0"/>\n</defs>\n'
-    want += '<clipPath id="i1"/>\n<g clip-path="url(#i1)">\n<use xlink:href="#i0"/>\n</g>\n'
-    want += 2 * '<path d="M 0 1" class="s0"/>\n' + "<text>#m0123456789</text>\n</svg>\n"
-    assert plot.smaller(svg) == want
