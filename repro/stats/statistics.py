@@ -64,7 +64,8 @@ class Interval:
     """A value with its 95 % interval.
 
     Attributes:
-        value: the expression of the means; with seeds, the mean of the seeds' values.
+        value: the expression of the means; with seeds, the mean of the seeds' values, of a least or greatest that of
+            the branches' means over seeds.
         lo: lower end; None if the windows are too few for an interval.
         hi: upper end, or None.
         n: windows, items, draws or sequences, summed over the groups.
@@ -188,6 +189,7 @@ def interval(
     by_seed = value_by_seed[None]
     if branches:
         by_seed = np.stack([_evaluate(branch, means, count, 1)[:, 0] for branch in branches])
+        value = _extreme_of_means(value_by_seed, by_seed)
     if count > 1:
         centred = by_seed - by_seed.mean(axis=1, keepdims=True)
         errors.append((centred / math.sqrt(count * (count - 1)), count - 1))
@@ -206,6 +208,19 @@ def interval(
             low, high = map(float, np.quantile(resampled[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
             lo, hi = min(low, 2 * value - high), max(high, 2 * value - low)
     return Interval(value, lo, hi, n, df, _covered(groups, known, draws), values)
+
+
+def _extreme_of_means(value_by_seed: np.ndarray, by_seed: np.ndarray) -> float:
+    """The least or greatest of the branches' means over seeds `[branches, seeds]`, as the expression is of each seed's.
+
+    The mean of each seed's least would take another branch in every seed, whichever is low there by chance. An
+    expression that is now a least and now a greatest keeps the mean of its seeds' values `[seeds]`.
+    """
+    means = by_seed.mean(axis=1)
+    for extreme in (np.min, np.max):
+        if np.allclose(value_by_seed, extreme(by_seed, axis=0), rtol=1e-9, atol=1e-12):
+            return float(extreme(means))
+    return float(value_by_seed.mean())
 
 
 def _covered(groups: "_Groups", known: Mapping[str, Interval], draws: Sequence[Draw]) -> str:

@@ -137,6 +137,31 @@ def test_covers_the_least_and_the_greatest_of_several(gap, most, expression):
         assert np.median(widths) == pytest.approx(1, abs=0.02), "one alone may be the least"
 
 
+def over_seeds(**values):
+    """A quantity for each name whose value is another one in every seed."""
+    quantities = {}
+    for name, by_seed in values.items():
+        seeds = [{"x": Series(np.asarray([value]), "model")} for value in by_seed]
+        quantities[name] = Quantity(seeds, lambda mean: mean["x"])
+    return quantities
+
+
+def test_the_least_over_seeds_is_that_of_the_means():
+    """The best of two methods is not the luckier one of every seed, whose mean is 4/3; which seed is which decides."""
+    two = over_seeds(a=(1.0, 3.0, 2.0), b=(3.0, 1.0, 2.5))
+    assert compose("min(a, b)", two).interval().value == 2.0
+    assert compose("max(a, b)", two).interval().value == pytest.approx(6.5 / 3)
+    assert compose("2 - min(a, b)", two).interval().value == 0.0
+    assert compose("min(a, b) - max(a, b)", two).interval().value == pytest.approx(2.0 - 6.5 / 3)
+    assert compose("min(a, b)", two).interval().by_seed == (1.0, 1.0, 2.0)
+    assert compose("a - b", two).interval().value == pytest.approx(2.0 - 6.5 / 3)
+    exchanged = over_seeds(a=(1.0, 3.0, 2.0), b=(1.0, 3.0, 2.5))
+    assert compose("min(a, b)", exchanged).interval().value == 2.0
+    four = over_seeds(a=(1.0, 3.0), b=(3.0, 1.0), c=(5.0, 0.0), d=(0.0, 5.0))
+    neither = compose("min(a, b) + max(c, d)", four).interval()
+    assert neither.value == 6.0 and neither.by_seed == (6.0, 6.0), "the mean of its seeds, no branch's"
+
+
 def test_a_least_of_one_certain_and_one_uncertain_value(random):
     """A series without spread beside one with: no correlation to divide by."""
     series = {"a": Series(1 + 0.1 * random.normal(size=120), "windows"), "b": Series(np.full(120, 1.0), "windows")}
