@@ -1,5 +1,7 @@
 """The dispatcher: every way gives the same product, the crossover is data, and the way that is taken can be asked."""
 
+from types import SimpleNamespace
+
 import cuda_on_cpu
 import pytest
 import torch
@@ -342,7 +344,31 @@ def test_nothing_to_warm_is_said(nothing):
         warm.warm(nothing)
 
 
-@pytest.mark.parametrize("counts", [(), (0,), (1, -1)])
+def test_an_engine_and_its_decoder_are_models(launched):
+    """Neither is a module: products are in the decoder's blocks, and its head is one."""
+    product, head = torch.nn.Module(), torch.nn.Module()
+    product.packed, head.packed = inputs(1)[1], random_weight(48, 512, 4, 64, seed=1)
+    decoder = SimpleNamespace(blocks=(SimpleNamespace(qkv=product, eps=1e-5),), head=head)
+    for model in (decoder, SimpleNamespace(model=decoder)):
+        warm.warm(model, (3,))
+        assert [(columns, count) for _, columns, *_, count in launched] == [(256, 3), (512, 3)]
+        launched.clear()
+
+
+@pytest.mark.parametrize("wrong", ["pocket-10m", None, 7, (48, 256, 3), [(48.0, 256)], (-48, 256), ["48x256"]])
+def test_what_is_no_product_is_refused_by_name(wrong, launched):
+    with pytest.raises(ValueError, match="^warm: .* is no (product; give a model|shape; give rows and columns)"):
+        warm.warm(wrong, device="cpu")
+    assert not launched
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_shape_is_not_warmed_on_a_gpu_that_is_not_there():
+    with pytest.raises(ValueError, match=r"^warm: this machine has no CUDA device, where \(48, 256\) is to be warmed"):
+        warm.warm((48, 256))
+
+
+@pytest.mark.parametrize("counts", [(), (0,), (1, -1), "8", 8, (1.5,)])
 def test_numbers_of_tokens_are_at_least_one(counts, launched):
     with pytest.raises(ValueError, match="^warm: counts of tokens are "):
         warm.warm((48, 256), counts, device="cpu")
