@@ -19,7 +19,8 @@ instructions, those of addresses and of the ends.
 `w4a16_wgmma.cu` runs if a configuration has WGS, on compute capability 9.0: a warpgroup holds 64 rows of A in
 registers, SCALED unless a configuration says 0, and shares each read of x. Producer warps load x; the others unpack
 while the tensor cores multiply what they unpacked before. With KNOWN the loop is unrolled (`turns.cuh`) if the columns
-divide into whole stages: a quarter fewer instructions a stage here, a third in the third source.
+divide into whole stages: a third fewer instructions a stage. Where scales multiply the sums of groups, two groups take
+turns: the tensor cores work on one while the sums of the other are scaled.
 
 A tile of tokens is no larger than they need: of 65 tokens and a configuration for 128 it has 72 (`trimmed`).
 
