@@ -318,7 +318,7 @@ def test_layers_take_any_layout_any_address_and_no_tokens(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_layers_compile_into_one_graph_at_every_number_of_tokens(device):
-    """`fullgraph`: nothing falls back to Python; 17 and 2049 tokens take other code paths than 1."""
+    """`fullgraph`: nothing falls back to Python; 17 and 2049 tokens take other code paths than 1, none take none."""
     torch._dynamo.reset()
     packed = kernel_list.load("w4a16_gemm").random_weight(WEIGHT).to(device)
     inputs = right("w8a8", device)
@@ -327,7 +327,7 @@ def test_layers_compile_into_one_graph_at_every_number_of_tokens(device):
     def both(x, y):
         return linear.wna16(x, packed) * 2, w8a8.w8a8(y, inputs["w_q"], inputs["s_w"]) + 1
 
-    for count in (1, 2, 7, 8, 9, 16, 17, 40, 129, 300, 2048, 2049):
+    for count in (1, 2, 7, 8, 9, 16, 17, 40, 129, 300, 2048, 2049, 0):
         x, y = (torch.randn(count, k, device=device, dtype=torch.float16) for k in (256, 64))
         got, want = both(x, y), (linear.wna16(x, packed) * 2, w8a8.w8a8(y, inputs["w_q"], inputs["s_w"]) + 1)
         for a, b in zip(got, want):
