@@ -204,9 +204,9 @@ CONFIG = [
 ]
 
 
-@pytest.mark.parametrize(("word", "said"), CONFIG, ids=lambda value: value[:30])
-def test_single_keys_of_a_scale(here, capfd, word, said):
-    refused(capfd, ("coverage", "--config", word), said)
+@pytest.mark.parametrize(("word", "message"), CONFIG, ids=lambda value: value[:30])
+def test_single_keys_of_a_scale(here, capfd, word, message):
+    refused(capfd, ("coverage", "--config", word), message)
 
 
 SCALES: list[tuple[str | bytes, str]] = [
@@ -227,10 +227,10 @@ SCALES: list[tuple[str | bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), SCALES, ids=lambda value: str(value)[:30])
-def test_files_of_scales(here, capfd, text, said):
+@pytest.mark.parametrize(("text", "message"), SCALES, ids=lambda value: str(value)[:30])
+def test_files_of_scales(here, capfd, text, message):
     write("mine.yaml", text)(here)
-    refused(capfd, ("run", "spear/table1", "--dry-run", *MINE), said)
+    refused(capfd, ("run", "spear/table1", "--dry-run", *MINE), message)
 
 
 def test_scales_that_are_no_files(here, capfd):
@@ -697,12 +697,12 @@ MEMORY_EDITS = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "said"), MEMORY_EDITS, ids=lambda value: value[:20])
-def test_a_question_of_our_own(checkout, capfd, old, new, said):
+@pytest.mark.parametrize(("old", "new", "message"), MEMORY_EDITS, ids=lambda value: value[:20])
+def test_a_question_of_our_own(checkout, capfd, old, new, message):
     path = checkout / MEMORY
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    refused(capfd, PROBES[MEMORY], "spear/memory", said)
+    refused(capfd, PROBES[MEMORY], "spear/memory", message)
 
 
 def test_bases_of_scales(checkout, capfd):
@@ -715,11 +715,11 @@ def test_bases_of_scales(checkout, capfd):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[1]", "expected a mapping"), ("Llama-3.2-1B: {pim: x}\n", "unknown key 'pim'")]
+    ("text", "message"), [("[1]", "expected a mapping"), ("Llama-3.2-1B: {pim: x}\n", "unknown key 'pim'")]
 )
-def test_pins_of_hub_models(checkout, capfd, text, said):
+def test_pins_of_hub_models(checkout, capfd, text, message):
     (checkout / "config" / "hub.yaml").write_text(text)
-    refused(capfd, ("run", "spear/table1", "--dry-run"), "config/hub.yaml", said)
+    refused(capfd, ("run", "spear/table1", "--dry-run"), "config/hub.yaml", message)
 
 
 # --- what is accepted, shown and run ----------------------------------------------------------------------------------
@@ -921,10 +921,10 @@ JOBS: list[tuple[str | bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), JOBS, ids=lambda value: str(value)[:60])
-def test_files_of_jobs(here, capfd, text, said):
+@pytest.mark.parametrize(("text", "message"), JOBS, ids=lambda value: str(value)[:60])
+def test_files_of_jobs(here, capfd, text, message):
     write("mine.json", json.dumps(text) if isinstance(text, dict) else text)(here)
-    refused(capfd, ("run", "mine.json"), "mine.json: not a file of jobs", said)
+    refused(capfd, ("run", "mine.json"), "mine.json: not a file of jobs", message)
 
 
 def test_jobs_of_another_text_or_model_are_refused_before_any_runs(here, capfd):
@@ -1008,13 +1008,13 @@ def test_damaged_results(house, capfd):
 # --- folders that cannot be written -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "disk is full"), (errno.EACCES, "cannot be written")])
-def test_full_and_read_only_disks(here, capfd, monkeypatch, code, said):
+@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "disk is full"), (errno.EACCES, "cannot be written")])
+def test_full_and_read_only_disks(here, capfd, monkeypatch, code, message):
     def fails(*args: object, **kwargs: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(tempfile, "mkstemp", fails)
-    refused(capfd, ("run", "spear/table8", "--save", "jobs.json"), "jobs.json", said)
+    refused(capfd, ("run", "spear/table8", "--save", "jobs.json"), "jobs.json", message)
 
 
 @pytest.mark.parametrize("name", ["build", "build/compress"])

@@ -103,12 +103,12 @@ def _fork_what_is_started(base: list[str], libraries: frozenset[str]) -> None:
     """
     true_fork_exec = subprocess._fork_exec
 
-    def fork_exec(*given):
-        args, _, _, kept, _, env, stdin, _, _, stdout, _, stderr, _, failed_start, _, own_session, *_ = given
+    def fork_exec(*arguments):
+        args, _, _, kept, _, env, stdin, _, _, stdout, _, stderr, _, failed_start, _, own_session, *_ = arguments
         words = [os.fsdecode(word) for word in args][1:]
         registered = "repro.kernels.operators" in sys.modules  # torch takes an operator once a process
         if registered or words[:1] != ["-m"] or words[1] not in STARTED:
-            return true_fork_exec(*given)
+            return true_fork_exec(*arguments)
         if (pid := os.fork()) != 0:
             return pid
         for to, stream in enumerate((stdin, stdout, stderr)):

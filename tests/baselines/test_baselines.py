@@ -108,10 +108,10 @@ def test_hqq_stores_real_zeros_and_survives_constant_groups():
 
 
 @pytest.mark.parametrize(
-    "options, said", [({"bits": 9}, "2 to 8"), ({"group": 0}, "group is 0"), ({"norm": 2.0}, "norm")]
+    "options, message", [({"bits": 9}, "2 to 8"), ({"group": 0}, "group is 0"), ({"norm": 2.0}, "norm")]
 )
-def test_hqq_refuses_what_means_nothing(options, said):
-    with pytest.raises(UserError, match=said):
+def test_hqq_refuses_what_means_nothing(options, message):
+    with pytest.raises(UserError, match=message):
         hqq.Config(**options)
 
 

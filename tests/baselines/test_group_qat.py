@@ -81,7 +81,7 @@ def test_heavy_inputs_of_down_projections_get_more_bits():
         assert lm.facts["layers/kurtosis"] == other.facts["layers/kurtosis"]
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("group_qat-w1", "group_qat: bits is 1 and group 32"),
     ("group_qat-g0", "group 0; bits are 2 to 8, a group is above 0"),
     ("group_qat-a12", "group_qat: act_bits is 12"),
@@ -89,8 +89,8 @@ def test_heavy_inputs_of_down_projections_get_more_bits():
     ("group_qat-lr_final=2.0", "lr_final is a share from 0 to 1"),
     ("group_qat-tokens=0", "group_qat: tokens is 0"),
 ])  # fmt: skip
-def test_bad_settings_are_a_sentence(text, said):
-    assert said in refusal(recipe.parse, text)
+def test_bad_settings_are_a_sentence(text, message):
+    assert message in refusal(recipe.parse, text)
 
 
 def test_its_defaults_are_the_block_wise_rows():

@@ -514,17 +514,17 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize(
-    "sizes, said",
+    "sizes, message",
     [
         ({"hidden_size": 72}, "hidden size: no Hadamard matrix of order 72"),
         ({"head_dim": 18}, "head size: no Hadamard matrix of order 18"),
         ({"intermediate_size": 72}, "MLP size: no Hadamard matrix of order 72"),
     ],
 )
-def test_sizes_without_a_matrix_are_named_and_change_nothing(sizes, said):
+def test_sizes_without_a_matrix_are_named_and_change_nothing(sizes, message):
     lm = LowBitModel(LlamaForCausalLM(LlamaConfig(**tiny.SHAPE | sizes)))
     before = {name: p.clone() for name, p in lm.model.named_parameters()}
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         spinquant.apply(lm, IDS, Config(**SMALL))
     assert all(torch.equal(p, before[name]) for name, p in lm.model.named_parameters())
     if "intermediate_size" in sizes:

@@ -167,9 +167,11 @@ def test_the_machine_code_of_a_launch_is_that_of_every_kernel_in_it(monkeypatch)
             self.asm = {"cubin": cubin}
 
     launched = []
-    monkeypatch.setattr(nvrtc.Function, "__call__", lambda self, *given: launched.append(given))
+    monkeypatch.setattr(nvrtc.Function, "__call__", lambda self, *arguments: launched.append(arguments))
     del Cuda.__call__
-    monkeypatch.setattr(triton.compiler.CompiledKernel, "launch_metadata", lambda self, *given: launched.append(given))
+    monkeypatch.setattr(
+        triton.compiler.CompiledKernel, "launch_metadata", lambda self, *arguments: launched.append(arguments)
+    )
     before = nvrtc.Function.__call__
     one = machine_code(lambda: Cuda("a")(1, 2))
     both = machine_code(lambda: [Triton(b"x").launch_metadata((1,), 0), Cuda("a")(3)])

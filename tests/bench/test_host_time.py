@@ -166,7 +166,7 @@ def test_a_call_of_fewer_arguments_is_another_call():
     it = Counted()
     it.direct = operators.direct("it", it.overload, [0, 1], 2, it.facts, it.known)
     it.on_device = operators.remembering(
-        "it", lambda values: None, lambda *_: lambda *given: len(given), it.facts, it.known
+        "it", lambda values: None, lambda *_: lambda *arguments: len(arguments), it.facts, it.known
     )
     x = torch.ones(2, 8)
     assert [it.direct(x), it.direct(x), it.direct(x, x), it.direct(x, x), it.direct(x)] == [1, 1, 2, 2, 1]
@@ -327,7 +327,7 @@ def test_matrices_are_described_at_a_first_launch_and_for_a_launcher_in_python(m
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)])
 def test_memory_is_made_around_the_dispatcher_on_the_current_device_alone(shape, monkeypatch):
     class Guards:
-        _empty_strided_cuda = staticmethod(lambda *given: given)
+        _empty_strided_cuda = staticmethod(lambda *arguments: arguments)
 
     like = torch.ones(1)
     want = torch.empty(shape, dtype=torch.int8)
@@ -365,8 +365,8 @@ def test_launches_of_one_kernel_by_two_threads_have_rooms_of_their_own(monkeypat
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     rooms, others = [], []
 
-    def launch(*given):
-        rooms.append(given[9])
+    def launch(*arguments):
+        rooms.append(arguments[9])
         while others:
             other = others.pop()
             other.start()

@@ -59,10 +59,10 @@ def test_a_real_slowdown_at_one_shape_is_caught_by_two_runs(tmp_path, base, perc
         new = [run(tmp_path / f"new{i}.json", 1 + percent / 100, (4096, 4096), seed=2 * seed + i) for i in range(2)]
         words = ["regress", *map(str, new), "--against", *map(str, base[:baselines])]
         caught += main(words) == 1
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
     assert caught == 20
-    assert said.count("\n") == 1 and "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold" in said
-    found = float(said.split(" is ")[1].split(" %")[0])
+    assert printed.count("\n") == 1 and "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold" in printed
+    found = float(printed.split(" is ")[1].split(" %")[0])
     assert found == pytest.approx(percent, abs=1.5)
 
 
@@ -358,8 +358,8 @@ def test_one_run_is_not_two(tmp_path, base, capsys):
     copied.write_bytes(new.read_bytes())
     for words in ([new, new, "--against", *base], [new, copied, "--against", *base], [new, "--against", new, *base]):
         assert main(["regress", *map(str, words)]) == 2
-        said = capsys.readouterr().err
-        assert "new.json" in said and "every file has to be a run of its own" in said
+        error = capsys.readouterr().err
+        assert "new.json" in error and "every file has to be a run of its own" in error
     assert main(["regress", str(new), "--against", *map(str, base)]) == regress.SUSPICION
 
 
@@ -372,7 +372,7 @@ def spoiled(change):
 
 
 @pytest.mark.parametrize(
-    "spoil, said",
+    "spoil, message",
     [
         (None, "no such file"),
         (lambda content: [], "not a file of pytest --benchmark-json"),
@@ -391,7 +391,7 @@ def spoiled(change):
         (spoiled(lambda b: b[0]["stats"].update(iqr=math.inf)), "has no times that can be read"),
     ],
 )
-def test_bad_input_is_a_sentence(tmp_path, base, spoil, said, capsys):
+def test_bad_input_is_a_sentence(tmp_path, base, spoil, message, capsys):
     new = run(tmp_path / "new.json")
     if spoil is None:
         new.unlink()
@@ -399,7 +399,7 @@ def test_bad_input_is_a_sentence(tmp_path, base, spoil, said, capsys):
         new.write_text(json.dumps(spoil(json.loads(new.read_text()))))
     assert main(["regress", str(new), "--against", str(base[0])]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 def test_too_many_runs_and_odd_thresholds(base):

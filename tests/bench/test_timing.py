@@ -189,13 +189,13 @@ def test_a_counter_that_cannot_be_read_or_stands_still_gives_no_energy(reading):
 
 
 @pytest.mark.parametrize(
-    "mask, said",
+    "mask, reasons",
     [(0, "none"), (0x04, "power cap"), (0x24, "power cap+thermal (software)"), (0x01, "none"), (None, None)],
 )
-def test_throttle_reasons_in_words(mask, said):
+def test_throttle_reasons_in_words(mask, reasons):
     nvml = Nvml.__new__(Nvml)
     nvml._read = lambda call, *arguments: mask if "Reasons" in call else 1980
-    assert nvml.state() == {"clock_mhz": 1980, "throttle": said}
+    assert nvml.state() == {"clock_mhz": 1980, "throttle": reasons}
 
 
 @pytest.mark.parametrize("copies, seconds, turns", [(1, 30e-6, 34), (6, 90e-6, 12), (90, 230e-6, 2), (2, 5e-3, 1)])

@@ -61,9 +61,9 @@ def test_of_a_large_space_the_fastest_are_timed_again(monkeypatch):
     monkeypatch.setattr(tune, "AT_ONCE", 2)
     rounds, measure = [], tune.timing.measure
 
-    def counted(tasks, *given, **more):
+    def counted(tasks, *arguments, **more):
         rounds.append(([task.name for task in tasks], more["rounds"]))
-        return measure(tasks, *given, **more)
+        return measure(tasks, *arguments, **more)
 
     monkeypatch.setattr(tune.timing, "measure", counted)
     space, said = [{"warps": w} for w in (16, 1, 4, 2)], []
@@ -95,13 +95,13 @@ def test_what_is_compiled_by_a_sweep_is_compiled_beforehand(monkeypatch):
             submitted.append((function, job))
             return SimpleNamespace(exception=lambda: None)
 
-    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *given: submitted.append(given))
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *arguments: submitted.append(arguments))
     tune.compile_ahead([task(4), task(8), task(4)], Pool())
     jobs = [(Path("toy.cu"), (("WARPS", warps),), "sm_90a") for warps in (4, 8)]
     assert submitted == [(nvrtc.compile_job, job) for job in jobs] and not launched
     nvrtc.compile_job(jobs[0])
     assert submitted[-1] == (Path("toy.cu"), {"WARPS": 4}, "sm_90a")
-    monkeypatch.setattr(nvrtc, "Function", lambda *given: "loaded")
+    monkeypatch.setattr(nvrtc, "Function", lambda *arguments: "loaded")
     assert nvrtc.load(Path("toy.cu"), "toy", {"WARPS": 4}, torch.device("cuda", 0)) == "loaded"
 
 
@@ -325,7 +325,7 @@ def cannot_import(name):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["tune", "wna16_gemm"], "unknown kernel 'wna16_gemm'; did you mean"),
         (["tune", "quantize_activation"], "has a single launch configuration"),
@@ -333,12 +333,12 @@ def cannot_import(name):
         (["tune", "read_floor"], "no CUDA device"),
     ],
 )
-def test_bad_input_is_a_sentence(words, said, capsys):
-    if torch.cuda.is_available() and said == "no CUDA device":
+def test_bad_input_is_a_sentence(words, message, capsys):
+    if torch.cuda.is_available() and message == "no CUDA device":
         pytest.skip("there is one")
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 def test_gemlite_tunes_itself_where_nothing_is_recorded(tmp_path, monkeypatch):

@@ -109,9 +109,9 @@ def test_every_verb_lists_its_options(capsys, verb):
     with pytest.raises(SystemExit) as stop:
         main([verb, "--help"])
     assert stop.value.code == 0
-    said = capsys.readouterr().out
-    assert f"python -m repro {verb}" in said
-    assert " ".join(cli.verbs()[verb].split()) in " ".join(said.split())
+    printed = capsys.readouterr().out
+    assert f"python -m repro {verb}" in printed
+    assert " ".join(cli.verbs()[verb].split()) in " ".join(printed.split())
 
 
 def test_a_file_without_jobs_says_so(tmp_path, capsys):
@@ -123,14 +123,14 @@ def test_a_file_without_jobs_says_so(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "number, said",
+    "number, message",
     [
         (errno.EACCES, "/x/model.safetensors: Permission denied; give this user the right to it, or name another"),
         (errno.ENOSPC, "/x/model.safetensors: No space left on device; make room, or name one on another file system"),
         (errno.EROFS, "/x/model.safetensors: Read-only file system; name one on a file system that can be written"),
     ],
 )
-def test_a_file_that_may_not_be_used_is_a_sentence(number, said, monkeypatch, capsys):
+def test_a_file_that_may_not_be_used_is_a_sentence(number, message, monkeypatch, capsys):
     """Wherever in a verb it is met; tests run as a user who may read everything."""
 
     def refused(verb, words):
@@ -138,7 +138,7 @@ def test_a_file_that_may_not_be_used_is_a_sentence(number, said, monkeypatch, ca
 
     monkeypatch.setattr("repro.__main__.run", refused)
     assert main(["list"]) == 2
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 def test_other_errors_of_the_system_are_not_blamed_on_the_user(monkeypatch):

@@ -142,11 +142,11 @@ def interrupted(monkeypatch, where, name, after) -> list:
     """Let the function `name` of a module be interrupted once it was called so often; the calls are counted."""
     calls, real = [], getattr(where, name)
 
-    def counted(*given, **how):
-        calls.append(given)
+    def counted(*arguments, **how):
+        calls.append(arguments)
         if len(calls) > after:
             raise KeyboardInterrupt
-        return real(*given, **how)
+        return real(*arguments, **how)
 
     monkeypatch.setattr(where, name, counted)
     return calls

@@ -33,7 +33,7 @@ def test_another_rate_stretches_the_same_requests():
     assert arrivals.draw(50, 16.0, seed=3) != slow
 
 
-@pytest.mark.parametrize(("count", "rate", "said"), [(0, 1.0, "0 requests"), (3001, 1.0, "3,000"), (5, 0.0, "rate")])
-def test_what_cannot_be_drawn_is_refused(count, rate, said):
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(("count", "rate", "message"), [(0, 1.0, "0 requests"), (3001, 1.0, "3,000"), (5, 0.0, "rate")])
+def test_what_cannot_be_drawn_is_refused(count, rate, message):
+    with pytest.raises(UserError, match=message):
         arrivals.draw(count, rate, 0)

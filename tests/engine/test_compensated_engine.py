@@ -56,9 +56,9 @@ def by_kernel(monkeypatch):
     """The engine takes its path of a GPU, on which operators run their references here; counts the kernel's calls."""
     used = []
 
-    def counted(*given):
-        used.append(len(given[0]))
-        return compensated_gemv.reference(*given)
+    def counted(*arguments):
+        used.append(len(arguments[0]))
+        return compensated_gemv.reference(*arguments)
 
     monkeypatch.setattr(corrected, "runs_kernel", lambda device: True)
     monkeypatch.setattr(
@@ -150,7 +150,7 @@ def test_a_launched_step_is_no_graph(by_kernel, monkeypatch):
     monkeypatch.setitem(engine.SHAPES, "tiny", TINY)
     real, seen = Core.__init__, []
     monkeypatch.setattr(
-        Core, "__init__", lambda self, *given: (real(self, *given), setattr(self.steps, "graphed", True))[0]
+        Core, "__init__", lambda self, *arguments: (real(self, *arguments), setattr(self.steps, "graphed", True))[0]
     )
     for how in ("w4", "w4-launched"):
         seen.append(shape_decode.loaded("tiny", *shape_decode.COMPENSATED[how], 9, CPU).steps.graphed)

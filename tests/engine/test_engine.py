@@ -208,7 +208,7 @@ def test_log_probabilities_are_scores(engine):
 def test_no_log_probability_is_computed_that_nobody_asked_for(engine, monkeypatch):
     """It reads the logits several times more: 8.6 % of a step of 1B shapes in W4 on an H100."""
     asked = []
-    monkeypatch.setattr(torch.Tensor, "log_softmax", lambda *given: asked.append(given) or given[0].float())
+    monkeypatch.setattr(torch.Tensor, "log_softmax", lambda *arguments: asked.append(arguments) or arguments[0].float())
     for how in ({}, {"temperature": 0.8}):
         one(engine, count=3, **how)
     assert not asked
@@ -437,7 +437,7 @@ def test_packed_products_hold_the_codes(bits):
         linears.append(torch.nn.Linear(128, rows))
     found, seen = [], packing.pack
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "pack", lambda *given: found.append(seen(*given)) or found[-1])
+        patch.setattr(packing, "pack", lambda *arguments: found.append(seen(*arguments)) or found[-1])
         product = weights._product(linears, held, None, torch.device("cpu"), torch.float32)
     assert len(found) == 1 and (found[0].bits, found[0].rows) == (4, 80)
     x = torch.randn(3, 128, generator=generator)
@@ -537,7 +537,7 @@ def test_nothing_runs_beyond_the_context(engine):
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("ask", "message"),
     [
         (lambda e: e.generate([[]], 4), "a prompt of no tokens"),
         (lambda e: e.generate([], 4), "0 prompts; 1 to 64 are decoded together"),
@@ -559,13 +559,13 @@ def test_nothing_runs_beyond_the_context(engine):
         (lambda e: e.chat("x"), "its tokenizer has no chat template"),
     ],
 )
-def test_what_means_nothing_is_refused(engine, ask, said):
-    with pytest.raises(UserError, match=said):
+def test_what_means_nothing_is_refused(engine, ask, message):
+    with pytest.raises(UserError, match=message):
         ask(engine)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model_type": "phi"}, "the engine does not run phi; choose Llama, Mistral or Qwen2"),
         ({"head_dim": 32}, "heads of size 32"),
@@ -573,8 +573,8 @@ def test_what_means_nothing_is_refused(engine, ask, said):
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary embedding dynamic"),
     ],
 )
-def test_what_the_engine_does_not_run_is_refused_by_its_config(tmp_path, change, said):
-    with pytest.raises(UserError, match=said):
+def test_what_the_engine_does_not_run_is_refused_by_its_config(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
         Engine.load(engines.save("llama", tmp_path, **change))
 
 
@@ -586,23 +586,23 @@ def test_a_sliding_window_bounds_the_context(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"bits": 5}, "codes of 5 bits have no packed format; choose 2, 3 .in 4-bit slots., 4 or 8 bits"),
         ({"bits": 4, "group": 16}, "groups of 16 columns: expected one of"),
     ],
 )
-def test_a_grid_without_a_packed_format_names_its_layer(tiny, monkeypatch, shape, options, said):
-    with pytest.raises(UserError, match=f"model.layers.0.self_attn.q_proj: {said}"):
+def test_a_grid_without_a_packed_format_names_its_layer(tiny, monkeypatch, shape, options, message):
+    with pytest.raises(UserError, match=f"model.layers.0.self_attn.q_proj: {message}"):
         compressed(tiny, monkeypatch, (rtn, options))
     text = "-".join(["rtn", *(f"{key[0]}{value}".replace("b", "w") for key, value in options.items())])
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         Engine.load(shape, text, device="cpu")
 
 
 def test_bits_without_a_packed_format_are_refused_before_anything_is_built(monkeypatch):
     built = []
-    monkeypatch.setattr(engines_by_name, "compressed", lambda *given: built.append(given))
+    monkeypatch.setattr(engines_by_name, "compressed", lambda *arguments: built.append(arguments))
     for name in ("pocket-3m", "shape/Llama-3.2-1B"):
         with pytest.raises(
             UserError, match="codes of 5 bits have no packed format; choose 2, 3 .in 4-bit slots., 4 or 8"
@@ -683,7 +683,7 @@ def test_nothing_on_standard_input_or_in_a_file_is_no_prompt(given, capsys, monk
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["x", "--chat"], "its tokenizer has no chat template"),
         (["x", "--file", "there"], "give one of them"),
@@ -694,15 +694,15 @@ def test_nothing_on_standard_input_or_in_a_file_is_no_prompt(given, capsys, monk
         (["x\udcff"], "give text in UTF-8"),
     ],
 )
-def test_bad_words_are_one_sentence(capsys, tmp_path, monkeypatch, more, said):
+def test_bad_words_are_one_sentence(capsys, tmp_path, monkeypatch, more, message):
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "--model", "pocket-3m", *more]) == 2
     out = capsys.readouterr()
-    assert said in out.err and out.err.count("\n") == 1 and out.out == ""
+    assert message in out.err and out.err.count("\n") == 1 and out.out == ""
 
 
 def test_a_shape_has_no_text_before_its_weights_are_made(monkeypatch, capsys):
-    monkeypatch.setattr(Engine, "load", lambda *given, **how: pytest.fail("its weights take minutes"))
+    monkeypatch.setattr(Engine, "load", lambda *arguments, **how: pytest.fail("its weights take minutes"))
     assert main(["generate", "--model", "shape/Llama-2-70B", "x"]) == 2
     assert "shape/Llama-2-70B has random weights: they have speed and memory" in capsys.readouterr().err
 
@@ -719,7 +719,7 @@ def test_the_launchers_take_what_the_step_gives_them(tiny, monkeypatch):
 
     def launcher(device, kernel):
         name = kernel.__name__.rpartition(".")[2]
-        return lambda *given: (called.add(name), getattr(kernel, name)(*given))[1]
+        return lambda *arguments: (called.add(name), getattr(kernel, name)(*arguments))[1]
 
     prompts, how = [[5] * 9, [6, 7]], {"temperature": 1.0, "eos": False}
     wanted = [t.tokens for t in Engine.load(tiny, dtype="float32", device="cpu").generate(prompts, 5, **how)]

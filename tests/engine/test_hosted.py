@@ -148,9 +148,9 @@ def test_the_thread_that_decodes_makes_no_views_of_what_a_switch_moves(every_wid
     for owner, name in ((hosted.HostCopies, "_changed"), (hosted.HostCopies, "source"), (hosted.Staging, "begin")):
         method = getattr(owner, name)
 
-        def noted(*given, method=method):
+        def noted(*arguments, method=method):
             busy.append(later.working)
-            return method(*given)
+            return method(*arguments)
 
         monkeypatch.setattr(owner, name, noted)
     assert outcome(engine) == wanted and len(busy) > 28 and all(busy)

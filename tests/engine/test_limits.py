@@ -25,7 +25,7 @@ def test_what_nobody_holds_is_given_back_before_the_next_job(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("cache"))
-    monkeypatch.setattr(pool, "_begin", lambda *given: None)
+    monkeypatch.setattr(pool, "_begin", lambda *arguments: None)
     monkeypatch.setattr(pool, "_end_with_parent", lambda: None)
     monkeypatch.setattr(pool, "_run", lambda job: done.append(job) or Cycle(done) and "ran")
 

@@ -209,10 +209,10 @@ def test_a_rank_that_is_late_finds_what_it_was_given(packed, monkeypatch):
     model = decoder("divides", ALL)
     want, real = logits(model), row_parallel.take_reference
 
-    def late(memory, *given):
+    def late(memory, *arguments):
         if memory.untyped_storage().data_ptr() == room_of[0].memories[1][0].untyped_storage().data_ptr():
             time.sleep(0.05)
-        return real(memory, *given)
+        return real(memory, *arguments)
 
     room_of = []
     kept = Room.__init__
@@ -284,11 +284,11 @@ def test_a_rank_holds_its_part():
 
 
 @pytest.mark.parametrize(
-    "ranks, said",
+    "ranks, message",
     [(0, "over 0 ranks; give 1 or more"), (6, "the last rank would have none"), (4, "5 key-value heads, and the last")],
 )
-def test_ranks_that_do_not_fit_the_heads_are_refused(ranks, said):
-    with pytest.raises(UserError, match=said):
+def test_ranks_that_do_not_fit_the_heads_are_refused(ranks, message):
+    with pytest.raises(UserError, match=message):
         sharding.local_config(config("five"), ranks)
 
 
@@ -309,7 +309,7 @@ def test_partial_sums_are_added_up_by_the_norm_behind_them(packed):
     sums = torch.randn(8)
     made = PartialSums(sums, None, None, None)
     residual, weight = torch.randn(1, 8), torch.randn(8)
-    plain = lambda *given: "plain"  # noqa: E731
+    plain = lambda *arguments: "plain"  # noqa: E731
     norm = parallel.norm_of_sums(plain)
     y, total = norm(made, weight, 1e-5, residual)
     assert torch.allclose(total, sums + residual) and norm(sums, weight, 1e-5, residual) == "plain"

@@ -335,13 +335,13 @@ def test_steps_of_all_states_are_captured_in_a_thread_that_makes_their_products(
     wanted = tokens_of(make(name, "cpu", **QUICK), 50)
     emulated, makers, rows_of, static = Emulated(monkeypatch), [], copies.rows_of, copies.static
 
-    def rows(*given):
+    def rows(*arguments):
         makers.append(threading.current_thread().name)
-        return rows_of(*given)
+        return rows_of(*arguments)
 
-    def late(*given):
+    def late(*arguments):
         time.sleep(0.05)  # longer than the steps up to the switch
-        return static(*given)
+        return static(*arguments)
 
     monkeypatch.setattr(copies, "rows_of", rows)
     monkeypatch.setattr(copies, "static", late)
@@ -363,14 +363,14 @@ def test_a_generation_ends_when_nothing_is_captured(name, monkeypatch):
     emulated, left = Emulated(monkeypatch), []
     engine, begun, measured, static = make(name, "cpu", **QUICK), [], core.measured, copies.static
 
-    def slow(*given):
-        begun.append(given)
+    def slow(*arguments):
+        begun.append(arguments)
         time.sleep(0.02)
-        return static(*given)
+        return static(*arguments)
 
-    def seen(*given, **counted):
+    def seen(*arguments, **counted):
         left.append(len(begun) - len(engine.steps.recorder.captured))
-        return measured(*given, **counted)
+        return measured(*arguments, **counted)
 
     monkeypatch.setattr(copies, "static", slow)
     monkeypatch.setattr(core, "measured", seen)
@@ -384,9 +384,9 @@ def test_the_interpreters_lock_is_handed_over_often_while_a_step_is_captured(nam
     Emulated(monkeypatch)
     engine, seen, static = make(name, "cpu", **QUICK), [], copies.static
 
-    def seen_static(*given):
+    def seen_static(*arguments):
         seen.append(sys.getswitchinterval())
-        return static(*given)
+        return static(*arguments)
 
     monkeypatch.setattr(copies, "static", seen_static)
     engine.steps.graphed, before = True, sys.getswitchinterval()
@@ -460,7 +460,7 @@ def test_generate_streams_and_says_what_was_switched(capsys, copies_on):
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("pmpd", "unknown precision 'pmpd'; choose from: flexquant"),
         ("flexquant(treshold=2)", "flexquant has no option 'treshold'; options: advance, "),
@@ -470,10 +470,10 @@ def test_generate_streams_and_says_what_was_switched(capsys, copies_on):
         ("flexquant(path=[16, 8)", "unbalanced"),
     ],
 )
-def test_a_schedule_that_means_nothing_is_a_sentence(text, said):
+def test_a_schedule_that_means_nothing_is_a_sentence(text, message):
     with pytest.raises(UserError) as error:
         named.read(text)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_both_spellings_of_a_schedule_mean_the_same():
@@ -494,7 +494,7 @@ def test_shapes_have_no_order_by_divergence():
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         (["--precision", "flexquant(path=[4, 8])"], "it goes down only"),
         (["--precision", "flexquant(threshold=0.9)"], "PPLE is never below 1"),
@@ -503,20 +503,20 @@ def test_shapes_have_no_order_by_divergence():
         (["--precision", "flexquant", "--memory", "8GiB"], "--memory and --precision: give one of them"),
     ],
 )
-def test_what_generate_cannot_do_is_one_sentence_and_exit_code_2(capsys, options, said):
+def test_what_generate_cannot_do_is_one_sentence_and_exit_code_2(capsys, options, message):
     given = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--device", "cpu", *options, "Once upon"]
     assert main(given) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("order, count", [("model", 2), ("kl", 3)])
 def test_full_precision_is_read_only_where_an_order_compares_with_it(monkeypatch, order, count):
     read = []
 
-    def watched(*given, compressed=switching_engine.compressed):
-        read.append(given)
-        return compressed(*given)
+    def watched(*arguments, compressed=switching_engine.compressed):
+        read.append(arguments)
+        return compressed(*arguments)
 
     monkeypatch.setattr(switching_engine, "compressed", watched)
     precision = f"flexquant(path=[8, 4], order={order})"
@@ -535,7 +535,7 @@ def test_an_order_is_made_once_and_that_of_other_weights_or_histograms_is_one_se
         return out.partition("\n")[0] if code == 0 else err
 
     text = said("flexquant(threshold=1000, layers=20, window=3)")
-    monkeypatch.setattr(switching_engine, "divergences", lambda *given: pytest.fail("it is kept"))
+    monkeypatch.setattr(switching_engine, "divergences", lambda *arguments: pytest.fail("it is kept"))
     assert said("flexquant(threshold=1000, layers=20, window=3)") == text
     for told in (said(model="pocket-5m"), said(recipe="rtn-w4-g128"), said("flexquant(path=[16, 4])")):
         assert "an order of pocket-3m, of other weights than pocket-" in told

@@ -47,13 +47,13 @@ def test_ranks_are_processes_that_add_up():
 
 
 @pytest.mark.parametrize(
-    "kind, error, said",
+    "kind, error, message",
     [("bad", UserError, "rank 1: x is 3; give 4"), ("odd", RuntimeError, "rank 1: ZeroDivisionError: by zero"),
      ("none", NotMeasurable, "7 GB")],
 )  # fmt: skip
-def test_a_rank_that_fails_ends_all(kind, error, said):
+def test_a_rank_that_fails_ends_all(kind, error, message):
     began = time.monotonic()
-    with pytest.raises(error, match=said) as raised:
+    with pytest.raises(error, match=message) as raised:
         ranks.run(second_fails, {"kind": kind}, 2, "cpu")
     assert time.monotonic() - began < ranks.PATIENCE.total_seconds() / 2
     assert getattr(raised.value, "status", "oom") == "oom"

@@ -161,7 +161,9 @@ def test_compensators_are_dispatched_by_phase(compensated, monkeypatch):
         weights, "packed_product", lambda packed, bias, dtype, order=None: weights.Packed(packed, bias, order)
     )
     monkeypatch.setattr(weights.kernel, "wna16", lambda x, packed: x @ weights.packing.dequantize(packed).T)
-    monkeypatch.setattr(compensated_gemv, "compensated_gemv", lambda *given: used.append(1) or reference(*given))
+    monkeypatch.setattr(
+        compensated_gemv, "compensated_gemv", lambda *arguments: used.append(1) or reference(*arguments)
+    )
     model = weights.decoder(compensated, 64, CPU, torch.float32)
     by_phase = overlapped.dispatched(model)
     counts = [serving.compensators(getattr(block, name)) for block in by_phase.blocks for name in weights.LAYERS]

@@ -105,7 +105,9 @@ def test_one_token_is_computed_from_its_listed_inputs_alone(made, by_kernels, mo
     used = []
     for module, name in ((weights, "active_inputs"), (q4_k, "zigzag_sparse"), (q4_k, "q4_k_gemv")):
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, name=name, real=real: used.append(name) or real(*given))
+        monkeypatch.setattr(
+            module, name, lambda *arguments, name=name, real=real: used.append(name) or real(*arguments)
+        )
     for layout, once in (("zigzag", ["active_inputs", "zigzag_sparse"]), ("row", ["q4_k_gemv"])):
         lm = made(layout, thresholds="unified", sparsity=0.5)
         product = products(lm)["down"]
@@ -128,7 +130,7 @@ def test_a_step_lists_inputs_where_they_are_made(made, by_kernels, ids):
     used = []
 
     def noted(name, operator):
-        return lambda *given: used.append(name) or operator(*given)
+        return lambda *arguments: used.append(name) or operator(*arguments)
 
     for number, block in enumerate(core.model.blocks):
         names = ("norm", "product", "norm_list", "product_list")

@@ -206,8 +206,8 @@ def test_the_file_holds_what_the_codec_made(package, tmp_path, capsys, kind, rec
     """Decoded by the package's own decoder; a second export is the same bytes, another recipe is not."""
     out = tmp_path / "pocket.gguf"
     assert main(["export", "pocket-3m", "--recipe", recipe, "--gguf", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert said == f"{out}: {module.MIXES[recipe]}; {out.stat().st_size:,} bytes\n"
+    printed = capsys.readouterr().out
+    assert printed == f"{out}: {module.MIXES[recipe]}; {out.stat().st_size:,} bytes\n"
     reader, model = package.GGUFReader(out), models.load("pocket-3m")
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "llama" and fields["general.description"] == module.MIXES[recipe]

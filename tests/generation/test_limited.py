@@ -298,7 +298,7 @@ def test_an_interrupt_frees_the_pinned_memory(monkeypatch):
         pinned.append(made.data_ptr())
         return made
 
-    def stopped(*given):
+    def stopped(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(offload.HostMemory, "copy", pinning)
@@ -318,10 +318,10 @@ def test_the_launchers_take_what_a_tree_gives_them(plain, monkeypatch):
     def launcher(device, kernel):
         name = kernel.__name__.rpartition(".")[2]
 
-        def launch(*given):
-            if name == "attention" and given[6] is not None:
-                trees.append(all(tensor.is_contiguous() for tensor in given if isinstance(tensor, torch.Tensor)))
-            return getattr(kernel, name)(*given)
+        def launch(*arguments):
+            if name == "attention" and arguments[6] is not None:
+                trees.append(all(tensor.is_contiguous() for tensor in arguments if isinstance(tensor, torch.Tensor)))
+            return getattr(kernel, name)(*arguments)
 
         return launch
 
@@ -527,7 +527,7 @@ def test_a_text_goes_on_to_the_end_of_the_context(plain, drafting):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["--memory", "8 cats"], "write an amount such as 8GiB"),
         (["--memory", "1MiB"], "pocket-3m needs at least"),
@@ -540,10 +540,10 @@ def test_a_text_goes_on_to_the_end_of_the_context(plain, drafting):
         (["--no-prefetch"], "go with --memory"),
     ],
 )
-def test_bad_words_are_one_sentence(capsys, words, said):
+def test_bad_words_are_one_sentence(capsys, words, message):
     assert main(["generate", "--model", "pocket-3m", "--device", "cpu", *words, PROMPT]) == 2
     err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
 
 
 def test_too_little_host_memory_names_both_amounts(monkeypatch):

@@ -194,9 +194,9 @@ NUMBERS = [  # a call, what it says
 ]
 
 
-@pytest.mark.parametrize("call, said", NUMBERS)
-def test_numbers_that_do_not_fit_are_refused(call, said):
-    with pytest.raises(ValueError, match=f"^vocabulary_argmax: {said}"):
+@pytest.mark.parametrize("call, message", NUMBERS)
+def test_numbers_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ValueError, match=f"^vocabulary_argmax: {message}"):
         call()
 
 

@@ -39,7 +39,7 @@ def launch(tmp_path_factory):
     """Runs a kernel of the source with a grid, a block and arguments."""
     path = tmp_path_factory.mktemp("source") / "kernels.cu"
     path.write_text(SOURCE)
-    return lambda name, *given: cuda_on_cpu.load(path, name, {}, "cpu")(*given)
+    return lambda name, *arguments: cuda_on_cpu.load(path, name, {}, "cpu")(*arguments)
 
 
 def test_every_float16_is_the_float_that_torch_makes_of_it(launch):

@@ -319,7 +319,7 @@ def test_what_the_driver_is_not_told_triton_launches(row, triton, monkeypatch, w
     launched = []
     first = prepared.Prepared._first
     monkeypatch.setattr(
-        prepared.Prepared, "__call__", lambda self, *given: launched.append(given) or first(self, given)
+        prepared.Prepared, "__call__", lambda self, *arguments: launched.append(arguments) or first(self, arguments)
     )
     for _ in range(2):
         pair.launch(*(torch.zeros(16) for _ in range(3)))
@@ -331,7 +331,7 @@ def test_without_a_driver_that_is_known_triton_launches(row, triton, monkeypatch
     triton.modules[name] = None
     pair, _ = row()
     launched = []
-    monkeypatch.setattr(prepared.Prepared, "__call__", lambda self, *given: launched.append(given))
+    monkeypatch.setattr(prepared.Prepared, "__call__", lambda self, *arguments: launched.append(arguments))
     for _ in range(2):
         pair.launch(*(torch.zeros(16) for _ in range(3)))
     assert triton.cuda.launched == [] and len(launched) == 4

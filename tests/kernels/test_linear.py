@@ -27,7 +27,7 @@ def recorded(monkeypatch):
 
 
 def test_a_choice_is_looked_up_once(recorded, monkeypatch):
-    monkeypatch.setattr(linear, "path_of", lambda *given: asked.append(given) or "decode")
+    monkeypatch.setattr(linear, "path_of", lambda *arguments: asked.append(arguments) or "decode")
     asked = []
     for tokens in (1, 1, 2, 1):
         assert linear.known_path(tokens, 48, 256, 4, torch.device("cpu"), torch.float16) == "decode"

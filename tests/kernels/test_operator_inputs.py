@@ -287,10 +287,10 @@ LIMITS = [  # an operator, what is changed, and what is said: more tokens than i
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, change, said", LIMITS, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(LIMITS)])
-def test_numbers_that_do_not_fit_are_refused(name, change, said, device):
+@pytest.mark.parametrize("name, change, message", LIMITS, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(LIMITS)])
+def test_numbers_that_do_not_fit_are_refused(name, change, message, device):
     change = {n: v.to(device) if torch.is_tensor(v) else v for n, v in change.items()}
-    with pytest.raises(ValueError, match=f"^{name}: .*{said}"):
+    with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
         overload(name)(**right(name, device) | change)
 
 

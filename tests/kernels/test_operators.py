@@ -264,13 +264,13 @@ def test_kernels_that_round_like_torch_are_launched_without_fused_multiply_adds(
         arg_names = ()
 
         def __missing__(self, grid):
-            return lambda *given, **options: launches.append(options["enable_fp_fusion"])
+            return lambda *arguments, **options: launches.append(options["enable_fp_fusion"])
 
     class Ignored(dict):
         arg_names = ()
 
         def __missing__(self, grid):
-            return lambda *given, **options: None
+            return lambda *arguments, **options: None
 
     launches = []
     for kernel in [n for n in vars(PAGES[name]) if n.endswith("_kernel")]:
@@ -315,11 +315,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("name, argument, change, said", WRONG, ids=[f"{w[0]}-{w[1]}-{i}" for i, w in enumerate(WRONG)])
-def test_wrong_arguments_are_refused_by_name(name, argument, change, said):
+@pytest.mark.parametrize(
+    "name, argument, change, message", WRONG, ids=[f"{w[0]}-{w[1]}-{i}" for i, w in enumerate(WRONG)]
+)
+def test_wrong_arguments_are_refused_by_name(name, argument, change, message):
     inputs = small(name)
     inputs[argument] = change(inputs[argument])
-    with pytest.raises(ValueError, match=f"^{name}: .*{said}"):
+    with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
         getattr(PAGES[name], name)(**inputs)
 
 

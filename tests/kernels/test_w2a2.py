@@ -100,14 +100,14 @@ def effective(weight):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [({"zeros": torch.full((2, 1), 0.1)}, "a zero is 0.1; the kernel takes codes, or numbers that float16 holds"),
      ({"codes": torch.full((2, 32), 4, dtype=torch.uint8)}, "codes reach 4"),
      ({"codes": torch.zeros(2, 40, dtype=torch.uint8)}, "40 columns do not divide")],
 )  # fmt: skip
-def test_a_weight_that_does_not_fit_is_refused(change, said):
+def test_a_weight_that_does_not_fit_is_refused(change, message):
     whole = {"codes": torch.zeros(2, 32, dtype=torch.uint8), "zeros": torch.ones(2, 1)}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         form.pack(**whole | change, scales=torch.ones(2, 1).to(torch.float8_e4m3fn))
 
 

@@ -42,6 +42,6 @@ def test_a_build_of_tables_draws_no_picture_and_loads_nothing_for_one():
 @pytest.mark.parametrize(("what", "module"), [("figure", "figure_files"), ("page", "page")])
 def test_what_draws_pictures_is_loaded_where_it_is_asked_for(monkeypatch, what, module):
     drawn = []
-    monkeypatch.setattr(f"repro.render.{module}.build", lambda *given: drawn.append(given))
+    monkeypatch.setattr(f"repro.render.{module}.build", lambda *arguments: drawn.append(arguments))
     build.DRAWN[what]("flow", "spear/figure13")
     assert drawn == [("flow", "spear/figure13")]

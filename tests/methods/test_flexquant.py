@@ -208,7 +208,7 @@ def test_planned_switches_come_at_their_steps():
 
 
 @pytest.mark.parametrize(
-    "how, said",
+    "how, message",
     [
         ({"path": [4, 8]}, "path is [4, 8]; it goes down only"),
         ({"path": [8]}, "two widths or more"),
@@ -221,10 +221,10 @@ def test_planned_switches_come_at_their_steps():
         ({"pseudocount": 0.0}, "pseudocount is 0.0; it must be above 0"),
     ],
 )
-def test_settings_that_mean_nothing_are_a_sentence(how, said):
+def test_settings_that_mean_nothing_are_a_sentence(how, message):
     with pytest.raises(UserError) as error:
         Config(**how)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 # --- the paper's claims -----------------------------------------------------------------------------------------------

@@ -332,8 +332,8 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_recipes_that_are_none(capsys, text):
     assert main(["compress", "pocket-3m", "--recipe", text]) == 2
-    said = capsys.readouterr().err
-    assert REFUSED[text] in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert REFUSED[text] in error and error.count("\n") == 1
 
 
 def test_too_few_tokens_are_a_sentence():

@@ -228,7 +228,7 @@ def test_the_less_repetitive_half_leaves_out_what_repeats_most():
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, message",
     [
         ({"prompts": "mtbench"}, "unknown prompt set 'mtbench'"),
         ({"prompts": "gsm8k", "temperature": -1.0}, "temperature is -1"),
@@ -248,8 +248,8 @@ def test_the_less_repetitive_half_leaves_out_what_repeats_most():
         ({"prompts": "gsm8k", "budget": 64}, "draft subspec has no option 'budget'; options: bits, top_k, depth"),
     ],
 )
-def test_bad_asks_are_one_sentence(given, said):
-    with pytest.raises(UserError, match=said):
+def test_bad_asks_are_one_sentence(given, message):
+    with pytest.raises(UserError, match=message):
         acceptance.Acceptance(**given)
 
 

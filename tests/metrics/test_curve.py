@@ -92,7 +92,7 @@ def test_nothing_is_shown_where_nothing_was_trained():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: curve.Curve(factor=1.0), "factor is 1.0; it must be above 1, as a spike rises"),
         (lambda: curve.Curve(window=0), "window is 0; it must be 1 or more"),
@@ -100,7 +100,7 @@ def test_nothing_is_shown_where_nothing_was_trained():
         (lambda: shown(curve.Curve(), range(65), "bitbybit(tokens=1024)"), "65 points is not made of blocks of 64"),
     ],
 )
-def test_bad_input_is_one_sentence(make, said):
+def test_bad_input_is_one_sentence(make, message):
     with pytest.raises(UserError) as error:
         make()
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -344,7 +344,7 @@ def test_one_job_a_task_and_none_without_a_protocol():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: exam.Exam("gsm9k"), "unknown task of an exam 'gsm9k'; did you mean 'gsm8k'"),
         (lambda: exam.Protocol(items=1), "items is 1; it must be 2 to 1,000,000"),
@@ -353,7 +353,7 @@ def test_one_job_a_task_and_none_without_a_protocol():
         (lambda: generated.build("gsm8k", None, None, 0), "a limit of 0 items; it must be 1 or more"),
     ],
 )
-def test_bad_input_is_one_sentence(make, said):
+def test_bad_input_is_one_sentence(make, message):
     with pytest.raises(UserError) as error:
         make()
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)

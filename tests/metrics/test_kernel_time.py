@@ -187,14 +187,14 @@ def test_a_build_of_another_device_shows_that_device(tmp_path, monkeypatch, flow
 
 
 @pytest.mark.parametrize(
-    "params, said",
+    "params, message",
     [
         (KernelTime("x", layers="most"), "unknown layers 'most'"),
         (KernelTime("x", tokens="many"), "tokens is 'many', not a number"),
     ],
 )
-def test_bad_params_are_sentences(params, said):
-    with pytest.raises(UserError, match=said):
+def test_bad_params_are_sentences(params, message):
+    with pytest.raises(UserError, match=message):
         kernel_time.chosen(params)
 
 

@@ -111,7 +111,7 @@ def test_the_change_is_paired_by_item():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((("lambada_openai",),), "lambada_openai has one answer and no choice; show its nll"),
         (((),), "tasks is empty; name one or more"),
@@ -119,10 +119,10 @@ def test_the_change_is_paired_by_item():
         ((("piqa",), "choice", True), "percent is of right answers; show them, not the choice"),
     ],
 )
-def test_bad_input_is_one_sentence(words, said):
+def test_bad_input_is_one_sentence(words, message):
     with pytest.raises(UserError) as error:
         likelihood.Likelihood(*words)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_lambada_has_an_nll():

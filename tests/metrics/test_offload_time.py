@@ -406,7 +406,7 @@ def _value(quantity):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         ({"shape": "Qwen-9B"}, "unknown shape 'Qwen-9B'"),
         ({"memory": "8 cats"}, "write an amount such as 8GiB"),
@@ -420,8 +420,8 @@ def _value(quantity):
         ({"draft": "small", "draft_model": "Qwen"}, "unknown shape .Qwen."),
     ],
 )
-def test_bad_asks_are_one_sentence(words, said):
-    with pytest.raises(UserError, match=said):
+def test_bad_asks_are_one_sentence(words, message):
+    with pytest.raises(UserError, match=message):
         OffloadTime(**{"shape": "Qwen2.5-7B", "memory": "8GiB"} | words)
 
 

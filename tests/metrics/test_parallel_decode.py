@@ -58,12 +58,12 @@ def test_the_rank_of_70b_is_that_of_table_2_s_bytes():
 
 
 @pytest.mark.parametrize(
-    "shape, degree, how, said",
+    "shape, degree, how, message",
     [("Llama-3.2-1B", 2, "w4", "unknown shape of parallel_decode"), ("Llama-2-7B", 5, "w4", "unknown number of ranks"),
      ("Llama-2-7B", 2, "spaer", "did you mean 'spear'")],
 )  # fmt: skip
-def test_what_there_is_not_is_refused(shape, degree, how, said):
-    with pytest.raises(UserError, match=said):
+def test_what_there_is_not_is_refused(shape, degree, how, message):
+    with pytest.raises(UserError, match=message):
         ParallelDecode(shape, degree, how)
 
 

@@ -132,7 +132,7 @@ def test_a_cpu_has_no_such_times(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         (("Llama-9", "static-64", 15), "shape"),
         ((SHAPE, "static-65", 15), "policy"),
@@ -141,18 +141,18 @@ def test_a_cpu_has_no_such_times(tmp_path):
         ((SHAPE, "static-64", 15, "itl", 16), "target of itl"),
     ],
 )
-def test_what_there_is_not_is_refused(params, said):
-    with pytest.raises(UserError, match=said):
+def test_what_there_is_not_is_refused(params, message):
+    with pytest.raises(UserError, match=message):
         Serving(*params)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [({"requests": 301}, "multiple of blocks"), ({"decodes": 64}, "below rows"), ({"rate": 0.0}, "rate"),
      ({"blocks": 1}, "blocks")],
 )  # fmt: skip
-def test_a_protocol_that_means_nothing_is_refused(wrong, said):
-    with pytest.raises(UserError, match=said):
+def test_a_protocol_that_means_nothing_is_refused(wrong, message):
+    with pytest.raises(UserError, match=message):
         Protocol(**wrong)
 
 

@@ -51,9 +51,9 @@ def test_a_cpu_has_no_such_times(tmp_path):
         shape_decode.ShapeDecode.run(made, {}, tmp_path, {})
 
 
-@pytest.mark.parametrize(("shape", "how", "said"), [("Llama-9", "rows", "shape"), ("Llama-2-7B", "s51", "s50")])
-def test_what_there_is_not_is_refused(shape, how, said):
-    with pytest.raises(UserError, match=said):
+@pytest.mark.parametrize(("shape", "how", "message"), [("Llama-9", "rows", "shape"), ("Llama-2-7B", "s51", "s50")])
+def test_what_there_is_not_is_refused(shape, how, message):
+    with pytest.raises(UserError, match=message):
         ShapeDecode(shape, how)
 
 
@@ -63,7 +63,7 @@ def test_a_way_skips_inputs_by_its_kernel(monkeypatch, how):
     monkeypatch.setattr(weights, "runs_q4_k", lambda device, dtype: True)
     kernel = {"s50": "zigzag_sparse", "s50-masked": "zigzag_masked", "s50-naive": "q4_k_naive_sparse"}[how]
     used, real = [], getattr(q4_k, kernel)
-    monkeypatch.setattr(q4_k, kernel, lambda *given: used.append(1) or real(*given))
+    monkeypatch.setattr(q4_k, kernel, lambda *arguments: used.append(1) or real(*arguments))
     core = shape_decode.loaded("tiny", *HOW[how], 9, torch.device("cpu"))
     assert core.time(3, 3).new_tokens == 3 and len(used) >= 4 * 2
 

@@ -124,7 +124,7 @@ def test_one_pair_of_directions_and_a_job_for_each_width():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: surface.Surface(1), "bits is 1; a group quantizer has 2 to 8"),
         (lambda: surface.Surface(4, group=0), "group is 0; it must be 1 or more"),
@@ -137,7 +137,7 @@ def test_one_pair_of_directions_and_a_job_for_each_width():
          "layers.0.self_attn.q_proj: 64 input channels do not divide into groups of 48"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_sentence(make, said):
+def test_bad_input_is_one_sentence(make, message):
     with pytest.raises(UserError) as error:
         make()
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -212,7 +212,7 @@ def replace_protocol(target, protocol):
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    "make, message",
     [
         (lambda: Switching("bits", control="uniform"), "a control or a quantile belongs to a schedule"),
         (lambda: Switching("bits", schedule="flexquant(copies=host)"), "leave copies=host out"),
@@ -227,10 +227,10 @@ def replace_protocol(target, protocol):
         (lambda: Protocol(together=65), "at most 64 are decoded together"),
     ],
 )
-def test_what_means_nothing_is_a_sentence(make, said):
+def test_what_means_nothing_is_a_sentence(make, message):
     with pytest.raises(UserError) as error:
         make()
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_window_longer_than_the_texts_is_a_sentence(built):

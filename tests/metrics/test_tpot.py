@@ -209,7 +209,7 @@ def test_no_threshold_switches_earlier():
 
 
 @pytest.mark.parametrize(
-    "how, said",
+    "how, message",
     [
         ({"tokens": "many", "bits": "8"}, "it must be a number, 1 or more"),
         ({"tokens": "9"}, "give a schedule"),
@@ -218,8 +218,8 @@ def test_no_threshold_switches_earlier():
         ({"tokens": "9", "schedule": "flexquant(path=[4, 3])"}, "3 bits have no step that is timed"),
     ],
 )
-def test_what_cannot_be_timed_is_a_sentence(how, said):
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_be_timed_is_a_sentence(how, message):
+    with pytest.raises(UserError, match=message):
         TimePerToken("ms", **how)
 
 

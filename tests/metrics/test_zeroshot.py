@@ -796,14 +796,14 @@ def test_a_machine_without_lm_eval_and_data_scores_what_was_brought(small, tmp_p
         "zeroshot={tasks: [piqa, winogrande]}",
     ]
     assert main(words) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert [path.name.partition(".")[0] for path in sorted(Path("build/requests").iterdir())] == ["piqa", "winogrande"]
     shutil.rmtree("build/zeroshot")
     monkeypatch.delenv("REPRO_DATA")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(words) == 0
     again = capsys.readouterr().out
-    assert again.splitlines()[-1] == said.splitlines()[-1] and "requests/" not in again
+    assert again.splitlines()[-1] == printed.splitlines()[-1] and "requests/" not in again
     shutil.rmtree("build/requests")
     monkeypatch.setenv("REPRO_DATA", str(small))
     assert main(words) == 2

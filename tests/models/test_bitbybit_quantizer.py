@@ -200,11 +200,11 @@ def test_the_gradient_passes_straight_through():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [({"bits": 1}, "bits is 1"), ({"bits": 9}, "bits is 9"), ({"group": 0}, "group is 0; it must be 1 or more")],
 )
-def test_bad_grids(options, said):
-    with pytest.raises(UserError, match=said):
+def test_bad_grids(options, message):
+    with pytest.raises(UserError, match=message):
         GroupGrid(**options)
 
 

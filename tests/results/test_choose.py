@@ -96,5 +96,5 @@ def test_the_command_says_what_is_chosen_and_whether_to_run_again(monkeypatch, t
     assert "Bit-by-Bit w2a2: x 30 (x 1: 9, x 10: 5, x 30: 4, x 100: 6, x 300: inf)" in capfd.readouterr().out
     result["Bit-by-Bit w2a2"][300.0] = 1.0
     assert main(["choose", "bitbybit/rates"]) == 1
-    said = capfd.readouterr().out
-    assert "Bit-by-Bit w2a2: no choice yet" in said and "new: Bit-by-Bit w2a2, x 1000" in said
+    printed = capfd.readouterr().out
+    assert "Bit-by-Bit w2a2: no choice yet" in printed and "new: Bit-by-Bit w2a2, x 1000" in printed

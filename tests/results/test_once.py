@@ -32,9 +32,9 @@ def counted(monkeypatch, flow):
     def count(owner, name, of):
         original = getattr(owner, name)
 
-        def counting(*given):
-            counts[name, id(given[0]), of(*given)] += 1
-            return original(*given)
+        def counting(*arguments):
+            counts[name, id(arguments[0]), of(*arguments)] += 1
+            return original(*arguments)
 
         monkeypatch.setattr(owner, name, counting)
 
@@ -95,7 +95,7 @@ def test_a_claim_is_judged_on_the_cells_that_it_is_given(stored, monkeypatch):
     first = next(judged for judged in whole.verdicts if judged.measured)
     cells = [measure.one_measured(stored, cell) for cell in stored.claim_cells(first.spec)]
     for owner, name in ((measure, "_computed"), (stored_rows, "find"), (Workflow, "quantity"), (Workflow, "cells")):
-        monkeypatch.setattr(owner, name, lambda *given: pytest.fail("looked up"))
+        monkeypatch.setattr(owner, name, lambda *arguments: pytest.fail("looked up"))
     assert judging.verdict(first.spec, cells, stored.scale.name) == first
     gone = [one.marked(status="not_run", value=None) for one in cells]
     assert judging.verdict(first.spec, gone, "x").said == "no verdict: not run"
@@ -109,7 +109,7 @@ def test_a_line_of_coverage_and_the_leaderboard_take_what_was_looked_up(stored, 
     alike = table_files.compared(stored)
     for owner in (measure, stored_rows, Workflow):
         for name in [name for name, part in vars(owner).items() if inspect.isfunction(part)]:
-            monkeypatch.setattr(owner, name, lambda *given, **words: pytest.fail("looked up"))
+            monkeypatch.setattr(owner, name, lambda *arguments, **words: pytest.fail("looked up"))
     due = [one for one in cells if one.cell.printed not in coverage.NOTHING]
     again = coverage.line_of(stored.scale, "bitbybit", "table", "1", due, [one.cell.model for one in due])
     assert again == line and line.measured > 50
@@ -134,7 +134,7 @@ def test_an_interval_is_resampled_once(monkeypatch):
     cell = next(c for c in flow.cells("bitbybit", "1") if measure.measurement_of(flow, c).n)
     quantity = measure.one_measured(flow, cell).quantity
     first = quantity.interval()
-    monkeypatch.setattr("repro.stats.statistics.interval", lambda *given: pytest.fail("again"))
+    monkeypatch.setattr("repro.stats.statistics.interval", lambda *arguments: pytest.fail("again"))
     assert quantity.interval() is first
     assert (first.value, first.lo) == (
         measure.measurement_of(flow, cell).value,
@@ -149,9 +149,9 @@ def test_a_listing_of_jobs_makes_each_once(monkeypatch):
     def count(owner, name, key):
         original = getattr(owner, name)
 
-        def counting(*given):
-            counts[name, *key(*given)] += 1
-            return original(*given)
+        def counting(*arguments):
+            counts[name, *key(*arguments)] += 1
+            return original(*arguments)
 
         monkeypatch.setattr(owner, name, counting)
 

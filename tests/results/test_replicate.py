@@ -222,7 +222,7 @@ def test_verify_uses_the_same_bounds_and_ends_with_1(small, capsys, monkeypatch)
 
 def test_what_trains_is_not_run_and_says_so(small, monkeypatch):
     """Where it has no stored value: it would keep a build for hours."""
-    monkeypatch.setattr(recipe.STEPS["gptq"], "work", lambda *given: None, raising=False)
+    monkeypatch.setattr(recipe.STEPS["gptq"], "work", lambda *arguments: None, raising=False)
     assert {job.steps for job in replicate.jobs(Workflow(small.scale), "spear/table1")} == {(), ("rtn",)}
     make(small, "spear/table1")
     trained = [row for row in rows(small).values() if row.row == "GPTQ g128" and row.unit == "ppl"]

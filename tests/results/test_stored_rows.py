@@ -95,7 +95,7 @@ def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
 
 def test_whether_a_row_stands_needs_no_value(asked, monkeypatch):
     accept(asked.table())
-    monkeypatch.setattr(stored_rows, "_recomputed", lambda *given: pytest.fail("a value was computed"))
+    monkeypatch.setattr(stored_rows, "_recomputed", lambda *arguments: pytest.fail("a value was computed"))
     flow = Workflow(asked.scale, stored=True)
     assert stored_rows.stands(flow, cell(asked)) and not stored_rows.stands(flow, cell(asked, "3 bits"))
     edit(asked, versions="perplexity=1 rtn=0")

@@ -63,7 +63,7 @@ def test_times_are_written_like_every_result_and_leave_the_rest_of_their_folder(
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, message",
     [
         ({"us": 1.8, "p20": 1.7}, r"less than the 1\.86 us that 4\.8 TB/s of memory allows"),
         (
@@ -106,9 +106,9 @@ def test_times_are_written_like_every_result_and_leave_the_rest_of_their_folder(
         ({"rounds": 0}, "rounds is 0; it must be 1 or more"),
     ],
 )
-def test_what_is_not_accepted(tmp_path, changes, said):
+def test_what_is_not_accepted(tmp_path, changes, message):
     path = written(tmp_path / "a.csv", good(M=8), good(**changes))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         accept(path, tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
@@ -173,13 +173,13 @@ def test_a_run_of_any_device_is_accepted_and_refused_with_all_times_divided_by_t
 
 
 @pytest.mark.parametrize(
-    "row, factor, said",
+    "row, factor, message",
     [(2, 2, "3.3 TB/s of memory, by the ceilings of this file,"), (3, 1.6, "1750 T"), (4, 1.3, "875 T")],
 )
-def test_an_unlisted_device_is_judged_by_its_own_ceilings(tmp_path, row, factor, said):
+def test_an_unlisted_device_is_judged_by_its_own_ceilings(tmp_path, row, factor, message):
     rows = a_run(OTHER)
     rows[row : row + 1] = faster(rows[row : row + 1], factor)
-    with pytest.raises(UserError, match=f"{said}"):
+    with pytest.raises(UserError, match=f"{message}"):
         accept(written(tmp_path / "a.csv", *rows), tmp_path / "results")
     for missing in (0, 1):
         some = [each for i, each in enumerate(a_run(OTHER)) if i != missing]
@@ -340,7 +340,7 @@ def test_given_twice_and_nothing_measured(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spoil, said",
+    "spoil, message",
     [
         (lambda text: text.replace("provider", "who", 1), "its columns differ"),
         (lambda text: text[:-40], "cut short"),
@@ -350,9 +350,9 @@ def test_given_twice_and_nothing_measured(tmp_path):
         (lambda text: None, "cannot be read .No such file or directory.; name a file of python -m repro bench"),
     ],
 )
-def test_a_damaged_file_is_a_sentence(tmp_path, spoil, said):
+def test_a_damaged_file_is_a_sentence(tmp_path, spoil, message):
     path = written(tmp_path / "a.csv", good())
     text = spoil(path.read_text())
     path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         kernel_rows.from_csv(path)

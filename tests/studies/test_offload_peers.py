@@ -45,7 +45,7 @@ def test_both_are_timed_once(tiny, tmp_path, capsys):
 
 
 def test_too_little_memory_is_a_status(tiny, tmp_path, monkeypatch):
-    def full(*given):
+    def full(*arguments):
         raise RuntimeError("CUDA out of memory\nat all")
 
     monkeypatch.setattr(peers, "offloaded", full)

@@ -64,7 +64,7 @@ def task_of(latents, rate=1e-3, earlier=False, trained=(0, 1)):
 
 def of_kept(tasks, full):
     """Tasks that say whether their second targets are of full precision."""
-    return lambda *given: replace(tasks(*given), seconds_are_full=full)
+    return lambda *arguments: replace(tasks(*arguments), seconds_are_full=full)
 
 
 @pytest.mark.parametrize(("kept", "of_full", "of_earlier"), [(2**28, 2, 1), (0, 4, 2)])
@@ -75,7 +75,7 @@ def test_nothing_is_computed_that_no_block_and_no_pass_reads(tmp_path, monkeypat
     """
     calls, called = Counter(), training._called
     monkeypatch.setattr(training, "KEPT", kept)
-    monkeypatch.setattr(training, "_called", lambda *given: calls.update(["full"]) or called(*given))
+    monkeypatch.setattr(training, "_called", lambda *arguments: calls.update(["full"]) or called(*arguments))
     made, latents = trainer(tmp_path / str(kept))
     tasks = task_of(latents, earlier=True)
 

@@ -260,10 +260,10 @@ def test_two_scores_of_0_have_no_quotient(monkeypatch):
     observe(at)
     series = {"f": Series(np.zeros(9), "texts", "g"), "b": Series(np.zeros(9), "texts", "h")}
     quotient = Quantity([series], lambda mean: mean["b"] / mean["f"])
-    monkeypatch.setattr(judging, "compose", lambda *given: quotient)
+    monkeypatch.setattr(judging, "compose", lambda *arguments: quotient)
     with pytest.raises(UserError, match="may be 0"):
         judge(at, DAMAGE)
-    monkeypatch.setattr(measure, "one_measured", lambda *given: one(*given).marked(status="at_chance"))
+    monkeypatch.setattr(measure, "one_measured", lambda *arguments: one(*arguments).marked(status="at_chance"))
     assert judge(at, DAMAGE).verdict == "no verdict: at chance"
 
 
@@ -488,14 +488,14 @@ def test_the_kl_share_is_another_reading_in_the_same_line():
 
 
 @pytest.mark.parametrize(
-    ("on_c4", "said"),
+    ("on_c4", "message"),
     [
         (0.05, "(agrees)"),
         (0.12, "(agrees, another value in 1 of 1 case)"),
         (0.25, "(disagrees: fails (0 of 1 case), another value in 1 of 1 case)"),
     ],
 )
-def test_a_printed_column_is_a_reading_and_the_line_says_where_it_disagrees(on_c4, said):
+def test_a_printed_column_is_a_reading_and_the_line_says_where_it_disagrees(on_c4, message):
     """RTN costs 0.2 nats on both texts; SPEAR leaves 0.05 on WikiText-2, and on C4 as much, more, or more than RTN."""
     at = flow()
     observe(at, c4={"FP16": 0.0, "RTN pc": 0.2, "+SPEAR pc on RTN": on_c4})
@@ -505,7 +505,7 @@ def test_a_printed_column_is_a_reading_and_the_line_says_where_it_disagrees(on_c
     assert one.name == "C4" and one.value == pytest.approx(share, abs=0.02)
     assert (one.verdict, one.apart) == (int(on_c4 > 0.2), on_c4 > 0.1)
     assert judged.verdict == "holds on the stand-ins", "a cross-check never decides"
-    assert f"C4: {100 * one.value:.1f} % [" in verdict_line(judged) and said in verdict_line(judged)
+    assert f"C4: {100 * one.value:.1f} % [" in verdict_line(judged) and message in verdict_line(judged)
     rest = judge(at, dataclasses.replace(SHARE, cases=(ONE, TWO), cross_checks={"C4": "C4"}, judged_on_printed="ours"))
     assert "C4:" not in verdict_line(rest), "a measured cross-check is not compared with a verdict on printed numbers"
 
@@ -728,8 +728,8 @@ def test_a_table_is_drawn_anew_where_any_table_accepts_results():
     assert accepted_in | {"kernels.csv.xz", "peers-recorded.csv.xz"} <= headline, "it judges the claims of all tables"
 
 
-@pytest.mark.parametrize(("edge", "said"), [(2.9, "consistent"), (3.1, "within rounding"), (3.3, "inconsistent")])
-def test_the_corners_of_many_printed_cells(edge, said):
+@pytest.mark.parametrize(("edge", "message"), [(2.9, "consistent"), (3.1, "within rounding"), (3.3, "inconsistent")])
+def test_the_corners_of_many_printed_cells(edge, message):
     """16 accuracies, each known to half a thousandth: their sum within 0.008 of 3.1."""
     rows = ("FP16", "RTN 4-bit pc")
     tasks = ("PIQA", "ARC-E", "ARC-C", "HellaS", "WinoG", "BoolQ", "LAMBADA", "MMLU")
@@ -738,7 +738,7 @@ def test_the_corners_of_many_printed_cells(edge, said):
     total = f"{' + '.join(named)} - {sum(printed)!r} + 3.1"
     claim = dataclasses.replace(DAMAGE, claim="spear C085", table="spear/19", cells=named, quantity=total)
     judged = judge(flow(models={}), dataclasses.replace(claim, holds=f">= {edge}"))
-    assert judged.own_numbers == said
+    assert judged.own_numbers == message
 
 
 def test_a_blank_cell_says_nothing():
