@@ -79,14 +79,14 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
     function = _launcher(path, name, cluster, tuple(macros.items()))
 
     def launch(grid: int, block: int, *arguments: torch.Tensor | int) -> None:
-        given = [spans(a) for a in arguments if not isinstance(a, int)]
-        given += [inside_last(a) for a in arguments if isinstance(a, int) and a >= LEAST_ADDRESS]
-        LAST[:] = given
-        starts = (ctypes.c_void_p * len(given))(*(start for start, _ in given))
-        sizes = (ctypes.c_uint64 * len(given))(*(size for _, size in given))
+        memory = [spans(a) for a in arguments if not isinstance(a, int)]
+        memory += [inside_last(a) for a in arguments if isinstance(a, int) and a >= LEAST_ADDRESS]
+        LAST[:] = memory
+        starts = (ctypes.c_void_p * len(memory))(*(start for start, _ in memory))
+        sizes = (ctypes.c_uint64 * len(memory))(*(size for _, size in memory))
         room = nvrtc.Room(arguments)
         room.fill(arguments)
-        outside = function(grid, block, room.pointers, len(given), starts, sizes)
+        outside = function(grid, block, room.pointers, len(memory), starts, sizes)
         assert outside == 0, f"{name} with {macros} reads {outside} times outside the tensors that it was given"
 
     launch.beside = launch
@@ -99,10 +99,10 @@ def in_a_row(names: Sequence[str], steps: Sequence[tuple]) -> Callable:
     """A stand-in for `nvrtc.Function.in_a_row`."""
 
     def write(*tensors: torch.Tensor) -> None:
-        given = dict(zip(names, tensors, strict=True))
+        tensors_by_name = dict(zip(names, tensors, strict=True))
         for launch, grid, block, parameters in steps:
             LAST[:] = [spans(tensor) for tensor in tensors]
-            launch(grid, block, *(argument(parameter, given) for parameter in parameters))
+            launch(grid, block, *(argument(parameter, tensors_by_name) for parameter in parameters))
 
     return write
 

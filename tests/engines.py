@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from repro import models
+from repro.engine import weights
 from repro.generation import Engine
 
 SHAPE = {
@@ -95,3 +96,11 @@ class Transformers:
             elif first is not None or len(text.tokens) != count:
                 result.append(f"{len(ids)} prompt tokens, chunks of {engine.chunk}: new token {first}")
         return result
+
+
+def products(model, names=weights.LAYERS) -> list:
+    """The products of a decoder, block by block: those of `names`."""
+    of_blocks = []
+    for block in model.blocks:
+        of_blocks += [getattr(block, name) for name in names]
+    return of_blocks

@@ -34,28 +34,28 @@ def small_cases(module: ModuleType) -> list[dict]:
     return [case for case in module.CASES if size(case) <= SMALL]
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
+def error(output: torch.Tensor, reference: torch.Tensor) -> float:
     """Relative."""
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+    return float((output.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-30))
 
 
 def others(module: ModuleType, inputs: dict, want: list[torch.Tensor]) -> Iterator[tuple[dict, float]]:
     """(configuration, its error) of more sources than the default one, as far as the device runs them."""
     for config in getattr(module, "CHECKED", ()):
         with contextlib.suppress(ValueError):
-            got = tensors(module.launch(**inputs, config=config))
-            yield config, max(error(*pair) for pair in zip(got, want, strict=True))
+            outputs = tensors(module.launch(**inputs, config=config))
+            yield config, max(error(*pair) for pair in zip(outputs, want, strict=True))
 
 
 def behind_quantizer(module: ModuleType, inputs: tuple, config: dict, case: str) -> list[tuple[str, float]]:
     """The same of `w8a8`, whose sums the program that comes last to a tile adds up, or a launch of their own."""
     _, _, w_q, s_w = inputs
     x = torch.randn(len(inputs[0]), w_q.shape[1], dtype=torch.bfloat16, device="cuda")
-    want, found = module.reference(*quantize_activation.reference(x), w_q, s_w), []
+    want, errors = module.reference(*quantize_activation.reference(x), w_q, s_w), []
     for joined in (True, False):
-        got = module.behind_quantizer(x, w_q, config, joined)(x, w_q, s_w)
-        found.append((f"{case} joined {joined} {config}", error(got, want)))
-    return found
+        output = module.behind_quantizer(x, w_q, config, joined)(x, w_q, s_w)
+        errors.append((f"{case} joined {joined} {config}", error(output, want)))
+    return errors
 
 
 def runs(name: str) -> list[tuple[str, float]]:

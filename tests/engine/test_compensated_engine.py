@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines import FEW, TINY
+from engines import FEW, TINY, products
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -71,10 +71,10 @@ def by_kernel(monkeypatch):
 
 @torch.inference_mode()
 def decoded(model, ids, at_once):
-    cache, found = Cache(model, 1), []
+    cache, logits = Cache(model, 1), []
     for start in range(0, len(ids), at_once):
-        found.append(model.head(step(model, cache, run_of(ids[start : start + at_once], 0, start))))
-    return torch.cat(found)
+        logits.append(model.head(step(model, cache, run_of(ids[start : start + at_once], 0, start))))
+    return torch.cat(logits)
 
 
 def nll(logits, ids):
@@ -86,7 +86,7 @@ def test_perplexity_is_that_of_the_harness(made, by_kernel, ids, gate):
     """Decoded by the kernel's operator, three tokens at a time, prefilled, and without its compensators."""
     lm = made(gate)
     model = weights.decoder(lm, 64, CPU, torch.float32)
-    kinds = [type(getattr(block, name)) for block in model.blocks for name in weights.LAYERS]
+    kinds = [type(product) for product in products(model)]
     assert Compensated in kinds and weights.Packed in kinds and Corrected not in kinds
     with torch.no_grad():
         wanted = lm.model(ids[None]).logits[0]
@@ -135,15 +135,13 @@ def test_figure_8_s_shapes_decode_by_their_products(by_kernel, monkeypatch, how)
     monkeypatch.setitem(shape_decode.PLACED, "tiny", (0.41, 5))
     recipe, method = shape_decode.recipe_and_method("tiny", how)
     core = shape_decode.loaded("tiny", recipe, method, 9, CPU)
-    compensated = [
-        part for block in core.model.blocks for part in vars(block).values() if isinstance(part, Compensated)
-    ]
+    compensated = [product for product in products(core.model) if isinstance(product, Compensated)]
     plain = shape_decode.loaded("tiny", *shape_decode.recipe_and_method("tiny", "w4"), 9, CPU).model.stored_bytes
     assert core.time(3, 3).new_tokens == 3 and bool(by_kernel) == bool(compensated) == (how == "spear")
     assert (core.model.stored_bytes > plain) == (how != "w4")
     if how == "spear":
-        layers = [len(part.down) for part in compensated]
-        assert sum(layers) == round(0.41 * 14) and {part.down.shape[1] for part in compensated} == {16}
+        layers = [len(product.down) for product in compensated]
+        assert sum(layers) == round(0.41 * 14) and {product.down.shape[1] for product in compensated} == {16}
 
 
 def test_a_launched_step_is_no_graph(by_kernel, monkeypatch):

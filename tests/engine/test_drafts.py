@@ -69,8 +69,8 @@ def test_a_ranked_tree_is_closed_and_its_padding_is_never_reached():
     assert len(proposals) == 10 and parents[10:] == list(range(10, 40))
     assert all(parent < node for node, parent in enumerate(parents[1:10], start=1))
     assert (ancestors(parents) == tree._mask.numpy()).all()
-    for said in range(32):
-        path, _ = accepted(tree.ids.tolist(), parents, [said] * 40)
+    for token in range(32):
+        path, _ = accepted(tree.ids.tolist(), parents, [token] * 40)
         assert max(path) < 10
     positions = tree.tokens().positions
     assert positions[:10].tolist() == tree._mask[:10].sum(1).sub(1).tolist()
@@ -94,15 +94,15 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def speculating():
     """pocket-5m with pocket-3m as its draft, a fixed tree and a best-first one, and with substitutes of its own."""
-    found = {}
+    by_name = {}
     for name, config in CONFIGS.items():
         target = made("pocket-5m", config.nodes)
         if name == "apart":
             draft = draft_of(LowBitModel(models.load("pocket-5m", "cpu")), target, config)
         else:
             draft = made("pocket-3m", config.slots)
-        found[name] = Speculating("pocket-5m", target, draft, config)
-    return found
+        by_name[name] = Speculating("pocket-5m", target, draft, config)
+    return by_name
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +140,16 @@ def test_the_drafts_cache_holds_the_text_and_nothing_else(speculating, name):
 @pytest.mark.parametrize("reads", [False, True])
 def test_the_states_of_a_prompt_are_kept_for_a_drafter_that_reads_them(speculating, monkeypatch, reads):
     """Else memory would grow with the prompt for nothing."""
-    given = []
+    received = []
     begin = drafts.OwnDrafter.begin
     monkeypatch.setattr(drafts.OwnDrafter, "READS_STATES", reads)
     monkeypatch.setattr(
         drafts.OwnDrafter,
         "begin",
-        lambda self, prompt, chunk, states: given.append(states) or begin(self, prompt, chunk, states),
+        lambda self, prompt, chunk, states: received.append(states) or begin(self, prompt, chunk, states),
     )
     next(speculating["small"].generate([PROMPT], 2))
-    (states,) = given
+    (states,) = received
     assert (states is not None and states.shape[0] == len(PROMPT)) == reads
 
 

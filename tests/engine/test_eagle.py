@@ -126,8 +126,8 @@ def test_the_loss_is_that_of_the_paper_on_one_token(model):
     distance = torch.where(difference < 1, difference.square() / 2, difference - 0.5).mean()
     chances = model.lm_head(states[1]).softmax(0)
     entropy = -(chances * model.lm_head(guess).log_softmax(0)).sum()
-    found = training.loss_of(model, head, rows, 0.0, 0.1)
-    assert found.item() == pytest.approx((distance + 0.1 * entropy).item(), rel=1e-5)
+    loss = training.loss_of(model, head, rows, 0.0, 0.1)
+    assert loss.item() == pytest.approx((distance + 0.1 * entropy).item(), rel=1e-5)
 
 
 @pytest.fixture
@@ -167,8 +167,8 @@ def test_a_file_too_large_for_the_repository_is_not_written(monkeypatch, tmp_pat
 
 
 def test_the_acceptance_cell_takes_a_head_that_is_there(written, monkeypatch, tmp_path):
-    given = {"acceptance": {"prompts": 1, "tokens": 5}}
-    target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-3m", "fp16")
+    settings = {"acceptance": {"prompts": 1, "tokens": 5}}
+    target = Target(scales.load(settings, name="pocket").on("cpu"), "pocket-3m", "fp16")
     params = acceptance.Acceptance("gsm8k", draft="eagle2")
     monkeypatch.setattr(eagle, "HEADS", tmp_path / "nothing")
     assert params.jobs(target) is None
@@ -182,8 +182,8 @@ def test_the_acceptance_cell_takes_a_head_that_is_there(written, monkeypatch, tm
 
 def test_a_job_with_a_head_runs_on_another_machine_that_has_the_same(written, monkeypatch, tmp_path):
     """A file of jobs names no path of the machine that wrote it, and another head is refused."""
-    given = {"acceptance": {"prompts": 1, "tokens": 5}}
-    target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-3m", "fp16")
+    settings = {"acceptance": {"prompts": 1, "tokens": 5}}
+    target = Target(scales.load(settings, name="pocket").on("cpu"), "pocket-3m", "fp16")
     monkeypatch.setattr(eagle, "HEADS", written.parent)
     made = acceptance.Acceptance("gsm8k", draft="eagle2").jobs(target)["prompts"]
     assert str(written.parent) not in json.dumps(made.to_json())

@@ -207,13 +207,13 @@ def test_log_probabilities_are_scores(engine):
 
 def test_no_log_probability_is_computed_that_nobody_asked_for(engine, monkeypatch):
     """It reads the logits several times more: 8.6 % of a step of 1B shapes in W4 on an H100."""
-    asked = []
-    monkeypatch.setattr(torch.Tensor, "log_softmax", lambda *arguments: asked.append(arguments) or arguments[0].float())
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "log_softmax", lambda *arguments: calls.append(arguments) or arguments[0].float())
     for how in ({}, {"temperature": 0.8}):
         one(engine, count=3, **how)
-    assert not asked
+    assert not calls
     one(engine, count=3, logprobs=True)
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
 def test_logits_and_scores_are_those_of_transformers(engine):
@@ -327,8 +327,8 @@ def test_a_thousand_tokens_take_no_more_memory(tiny):
         count += len(piece.tokens)
         if (count > 100) not in sizes or piece.ended:
             gc.collect()
-            found = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-            sizes[count > 100 if not piece.ended else "end"] = sum(tensor.nbytes for tensor in found)
+            tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+            sizes[count > 100 if not piece.ended else "end"] = sum(tensor.nbytes for tensor in tensors)
         last = piece
     assert engine.stats.new_tokens == 1000 and last.ended == "length"
     assert sizes["end"] <= sizes[True]
@@ -427,21 +427,21 @@ def test_layers_of_different_formats_stay_several_launches(tiny, monkeypatch):
 def test_packed_products_hold_the_codes(bits):
     """What a GPU would multiply: 3-bit codes in 4-bit slots, three layers in one weight, columns in GPTQ's order."""
     generator = torch.Generator().manual_seed(0)
-    held, linears = [], []
+    quantized, linears = [], []
     index = torch.randperm(128, generator=generator) // 32
     for rows in (48, 16, 16):
         codes = torch.randint(2**bits, (rows, 128), generator=generator, dtype=torch.uint8)
         scales = torch.rand(rows, 4, generator=generator).half().float() + 0.5
         zeros = torch.randint(2**bits, (rows, 4), generator=generator).float()
-        held.append(QuantizedWeight(codes, scales, zeros, bits, 32, bits, 16, index.int()))
+        quantized.append(QuantizedWeight(codes, scales, zeros, bits, 32, bits, 16, index.int()))
         linears.append(torch.nn.Linear(128, rows))
-    found, seen = [], packing.pack
+    packed, pack = [], packing.pack
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "pack", lambda *arguments: found.append(seen(*arguments)) or found[-1])
-        product = weights._product(linears, held, None, torch.device("cpu"), torch.float32)
-    assert len(found) == 1 and (found[0].bits, found[0].rows) == (4, 80)
+        patch.setattr(packing, "pack", lambda *arguments: packed.append(pack(*arguments)) or packed[-1])
+        product = weights._product(linears, quantized, None, torch.device("cpu"), torch.float32)
+    assert len(packed) == 1 and (packed[0].bits, packed[0].rows) == (4, 80)
     x = torch.randn(3, 128, generator=generator)
-    wanted = [x @ weight.dequantize().T + linear.bias for weight, linear in zip(held, linears)]
+    wanted = [x @ weight.dequantize().T + linear.bias for weight, linear in zip(quantized, linears)]
     assert torch.allclose(product(x), torch.cat(wanted, 1), rtol=1e-3, atol=0.1)
 
 
@@ -635,8 +635,8 @@ def test_a_gpu_with_too_little_memory_says_what_is_missing(tiny, shape, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
     for name in (shape, tiny):
-        said = r"needs [\d,]{7,} bytes for its weights and 64 tokens of one sequence, cuda has 1,000 free"
-        with pytest.raises(NotMeasurable, match=said) as refused:
+        message = r"needs [\d,]{7,} bytes for its weights and 64 tokens of one sequence, cuda has 1,000 free"
+        with pytest.raises(NotMeasurable, match=message) as refused:
             Engine.load(name, context=64, device="cuda", dtype="float16")
         assert refused.value.status == "oom"
 
@@ -646,8 +646,8 @@ def test_weights_that_are_dequantized_take_their_bytes_in_full():
     lm = LowBitModel(models.load("pocket-3m"))
     rtn.apply(lm, None, rtn.Config(bits=4, group=128))
     count = sum(parameter.numel() for parameter in lm.model.parameters())
-    held = [engines_by_name.packed_bytes(lm, dtype) for dtype in (torch.float32, torch.float16)]
-    assert held[0] == 4 * count and held[1] < 1.5 * count
+    sizes = [engines_by_name.packed_bytes(lm, dtype) for dtype in (torch.float32, torch.float16)]
+    assert sizes[0] == 4 * count and sizes[1] < 1.5 * count
 
 
 def test_damaged_weights_are_seen_at_the_first_token(tiny, monkeypatch):
@@ -671,15 +671,15 @@ def test_the_command_streams_text_and_ends_with_numbers(engine, capsys, monkeypa
         assert "tokens/s" in numbers and "MBU" in numbers and "p99" in numbers
 
 
-@pytest.mark.parametrize("given", ["", "\n"])
-def test_nothing_on_standard_input_or_in_a_file_is_no_prompt(given, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_nothing_on_standard_input_or_in_a_file_is_no_prompt(text, capsys, monkeypatch, tmp_path):
     path = tmp_path / "prompt.txt"
-    path.write_text(given)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+    path.write_text(text)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     for more, where in ((["--file", str(path)], f"--file {path}"), ([], "standard input")):
         assert main(["generate", "--model", "pocket-3m", *more]) == 2
-        said = f'error: {where}: no text to continue; give a prompt, or "" to begin a text\n'
-        assert capsys.readouterr().err == said
+        message = f'error: {where}: no text to continue; give a prompt, or "" to begin a text\n'
+        assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize(
@@ -709,8 +709,8 @@ def test_a_shape_has_no_text_before_its_weights_are_made(monkeypatch, capsys):
 
 def test_every_layer_of_a_block_is_in_a_product(tiny):
     named = set(chain.from_iterable(weights.LAYERS.values()))
-    found = {name.split(".", 3)[3] for name in block_linears(models.load(tiny))}
-    assert named == found
+    quantized = {name.split(".", 3)[3] for name in block_linears(models.load(tiny))}
+    assert named == quantized
 
 
 def test_the_launchers_take_what_the_step_gives_them(tiny, monkeypatch):

@@ -156,7 +156,11 @@ def test_nodes_of_a_tree_see_their_ancestors_alone(llama, wrong):
     for path in paths:
         while PARENTS[path[0]] >= 0:
             path.insert(0, PARENTS[path[0]])
-    wanted = torch.stack([engine.logits(before + [nodes[i] for i in path])[-1] for path in paths])
+    wanted = []
+    for path in paths:
+        tokens = [nodes[node] for node in path]
+        wanted.append(engine.logits(before + tokens)[-1])
+    wanted = torch.stack(wanted)
     engine.logits(before)
     if wrong:
         old = engine.cache
@@ -164,8 +168,8 @@ def test_nodes_of_a_tree_see_their_ancestors_alone(llama, wrong):
             engine.replace(block, attention=siblings(engine.model.blocks[block].attention))
         for name in ("keys", "values", "lengths"):
             getattr(engine.cache, name).copy_(getattr(old, name))
-    found = engine.tree(0, len(before), torch.tensor(nodes), PARENTS)
-    assert torch.allclose(found, wanted, atol=1e-4) != wrong
+    logits = engine.tree(0, len(before), torch.tensor(nodes), PARENTS)
+    assert torch.allclose(logits, wanted, atol=1e-4) != wrong
     if not wrong:
         path = paths[6]
         engine.cache.gather(0, len(before), torch.tensor([len(before) + node for node in path]))

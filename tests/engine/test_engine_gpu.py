@@ -59,16 +59,16 @@ def test_captured_steps_outlive_the_engine_that_made_them(recipe):
     torch.cuda.empty_cache()
     dirt = [torch.full((2**20,), math.nan, device="cuda") for _ in range(64)]
     batch = decoding.Decoding(PROMPTS, [48] * len(PROMPTS), decoding.Sampling(), [0] * len(PROMPTS), True)
-    found = [[] for _ in PROMPTS]
+    tokens_of = [[] for _ in PROMPTS]
     for step in batch.run(steps, 256):
         for i, token, _ in step:
-            found[i].append(token)
-    assert found == [tokens for tokens, _ in wanted] and len(dirt) == 64
+            tokens_of[i].append(token)
+    assert tokens_of == [tokens for tokens, _ in wanted] and len(dirt) == 64
 
 
-def errors(found, exact):
+def errors(logits, exact):
     """Relative norm of the difference of logits."""
-    return ((found.double() - exact).norm() / exact.norm()).item()
+    return ((logits.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

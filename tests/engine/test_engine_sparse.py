@@ -92,18 +92,18 @@ def logits(model, ids):
     for layer in model.modules():
         if isinstance(layer, sparse_inputs.SparseLinear) and layer.threshold > 0:
             hooks.append(layer.register_forward_pre_hook(gap))
-    found = model(input_ids=ids[None], use_cache=False).logits[0]
+    of_ids = model(input_ids=ids[None], use_cache=False).logits[0]
     for hook in hooks:
         hook.remove()
-    return found, min(gaps, default=1) > NEAR
+    return of_ids, min(gaps, default=1) > NEAR
 
 
 def window(lm, text, length=LENGTH):
     """The first window of the text without an input `NEAR` its threshold, and the model's logits."""
     for ids in text.split(length):
-        found, apart = logits(lm.model, ids)
+        wanted, apart = logits(lm.model, ids)
         if apart:
-            return ids, found
+            return ids, wanted
     raise AssertionError("no window is clear")
 
 
@@ -113,10 +113,10 @@ def chain(engine, ids, half):
     return engine.tree(0, half, ids[half:], list(range(-1, len(ids) - half - 1)))
 
 
-def agree(found, wanted):
+def agree(actual, wanted):
     """Within the tolerance, and of the same most likely tokens."""
-    torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=1e-4)
-    assert torch.equal(found.argmax(1).cpu(), wanted.argmax(1))
+    torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=1e-4)
+    assert torch.equal(actual.argmax(1).cpu(), wanted.argmax(1))
 
 
 # --- the two protocols ------------------------------------------------------------------------------------------------
@@ -157,10 +157,10 @@ def test_where_the_harness_is_sparse_does_not_change_the_engine(names, text):
     agree(chain(engine, ids, half), wanted[half:])
 
 
-def compared(lm, prompts, found):
+def compared(lm, prompts, results):
     """How many greedy texts could be compared with the second protocol on twice their prompt's length; all agree."""
     count = 0
-    for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
+    for prompt, (tokens, logprobs) in zip(prompts, results, strict=True):
         n = len(prompt)
         wanted, apart = logits(lm.model, torch.tensor(prompt + tokens[:n]))
         if apart:
@@ -213,16 +213,16 @@ def test_a_product_is_that_of_its_layers(names, text, quantizer, kind, options):
     lm, _ = sparse(names["tiny"], text, steps, "all", **options)
     for kinds in weights.LAYERS.values():
         layers = [f"model.layers.1.{layer}" for layer in kinds]
-        found = weights.product(lm, layers, torch.device("cpu"), torch.float32)
+        joined = weights.product(lm, layers, torch.device("cpu"), torch.float32)
         modules = [lm.model.get_submodule(name) for name in layers]
         x = torch.randn(5, modules[0].in_features, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            for product, inside in ((found, lambda m: m), (found.dense, lambda m: m.linear)):
+            for product, inside in ((joined, lambda m: m), (joined.dense, lambda m: m.linear)):
                 wanted = torch.cat([inside(module)(x[:, None])[:, 0] for module in modules], 1)
                 torch.testing.assert_close(product(x), wanted, rtol=0, atol=2e-3 * wanted.abs().max().item())
         alike = len({module.threshold for module in modules}) == 1
-        assert isinstance(found, weights.SparseInputs if alike else weights.Joined)
-        assert not alike or isinstance(found.dense, kind)
+        assert isinstance(joined, weights.SparseInputs if alike else weights.Joined)
+        assert not alike or isinstance(joined.dense, kind)
 
 
 def test_a_layer_without_a_threshold_stays_dense_beside_others(names, text):

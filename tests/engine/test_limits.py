@@ -37,7 +37,7 @@ def test_what_nobody_holds_is_given_back_before_the_next_job(monkeypatch):
                 raise EOFError
             return self.jobs.pop(0)
 
-        def send(self, found):
+        def send(self, result):
             """Nobody listens."""
 
     gc.disable()

@@ -1,10 +1,12 @@
 """Tensor parallelism: ranks give the logits of one rank, in every way to add their partial sums up."""
 
+import itertools
 import threading
 import time
 
 import pytest
 import torch
+from engines import products
 from transformers import LlamaConfig
 
 pytest.importorskip("triton")
@@ -46,6 +48,9 @@ class Room:
         self.ranks, self.meeting = ranks, threading.Barrier(ranks, timeout=60)
         self.given, self.memories, self.added, self.words, self.gathers = {}, {}, [], 0, 0
 
+    def memory_is_zero(self):
+        return not any(memory.any() for memory in itertools.chain.from_iterable(self.memories.values()))
+
 
 class Thread:
     """A rank that is a thread of the test."""
@@ -56,9 +61,9 @@ class Thread:
     def of_all(self, x):
         self.room.given[self.rank] = x.clone()
         self.room.meeting.wait()
-        given = [self.room.given[rank] for rank in range(self.ranks)]
+        tensors = [self.room.given[rank] for rank in range(self.ranks)]
         self.room.meeting.wait()
-        return given
+        return tensors
 
     def add(self, x):
         x.copy_(sum(self.of_all(x)))
@@ -79,8 +84,12 @@ class Thread:
         own = self.room.memories.setdefault(self.rank, [])
         own.append(torch.zeros(2, self.ranks, values, dtype=torch.int64))
         self.room.meeting.wait()
-        of_all = [self.room.memories[rank][len(own) - 1] for rank in range(self.ranks)]
-        return [Side(of_all[self.rank][side], [one[side, self.rank] for one in of_all]) for side in range(2)]
+        of_ranks = [self.room.memories[rank][len(own) - 1] for rank in range(self.ranks)]
+        sides = []
+        for side in range(2):
+            places_here = [memory[side, self.rank] for memory in of_ranks]
+            sides.append(Side(of_ranks[self.rank][side], places_here))
+        return sides
 
 
 def on_ranks(ranks, work):
@@ -130,13 +139,13 @@ def logits(model):
     """Of a prompt's tokens together, then of some behind it, one at a time."""
     ids = torch.randint(300, (9 + TURNS,), generator=torch.Generator().manual_seed(1))
     cache = Cache(model, 1)
-    found = [model.head(together(model, cache, [ids[:9].tolist()])[0])]
-    found += [model.head(step(model, cache, run_of(ids[i : i + 1], 0, i))) for i in range(9, 9 + TURNS)]
-    return torch.cat(found)
+    by_turn = [model.head(together(model, cache, [ids[:9].tolist()])[0])]
+    by_turn += [model.head(step(model, cache, run_of(ids[i : i + 1], 0, i))) for i in range(9, 9 + TURNS)]
+    return torch.cat(by_turn)
 
 
 def kinds(model):
-    return [type(getattr(block, name)) for block in model.blocks for name in ("out", "down")]
+    return [type(product) for product in products(model, ("out", "down"))]
 
 
 @pytest.mark.parametrize("shape, ranks", [("divides", 1), ("divides", 2), ("divides", 4), ("grouped", 3), ("five", 3)])
@@ -145,10 +154,10 @@ def test_ranks_give_the_logits_of_one_rank(shape, ranks):
     model = decoder(shape, "fp16")
     want = logits(model)
     work = lambda link: logits(parallel.parallel(sharding.shard(model, link.rank, ranks), link, "plain"))  # noqa: E731
-    found, room = on_ranks(ranks, work)
-    for got in found:
-        assert torch.allclose(got, want, atol=2e-4 * want.abs().max())
-        assert torch.equal(got, found[0])
+    results, room = on_ranks(ranks, work)
+    for of_rank in results:
+        assert torch.allclose(of_rank, want, atol=2e-4 * want.abs().max())
+        assert torch.equal(of_rank, results[0])
     assert len(room.added) == 2 * 2 * (1 + TURNS), "two all-reduces a block, of the prompt and of each token"
 
 
@@ -157,7 +166,7 @@ def test_ranks_give_the_logits_of_one_rank(shape, ranks):
                                        ("peers", FusedRowParallel)])  # fmt: skip
 def test_compensated_ranks_give_the_logits_of_one_rank(packed, way, kind, ranks):
     model = decoder("five", ALL)
-    assert all(isinstance(getattr(block, name), Compensated) for block in model.blocks for name in weights.LAYERS)
+    assert all(isinstance(product, Compensated) for product in products(model))
     want = logits(model)
 
     def work(link):
@@ -167,16 +176,16 @@ def test_compensated_ranks_give_the_logits_of_one_rank(packed, way, kind, ranks)
         assert all(type(block.qkv) is own and type(block.gate_up) is own for block in part.blocks)
         return logits(part)
 
-    found, room = on_ranks(ranks, work)
-    for got in found:
-        assert torch.allclose(got, want, atol=1e-3 * want.abs().max())
-        assert torch.equal(got, found[0])
+    results, room = on_ranks(ranks, work)
+    for of_rank in results:
+        assert torch.allclose(of_rank, want, atol=1e-3 * want.abs().max())
+        assert torch.equal(of_rank, results[0])
     single = [shape for shape, _ in room.added if len(shape) == 1 or shape[0] == 1]
     assert len(single) == {"separate": 8, "joined": 4, "peers": 0}[way] * TURNS
     if way == "joined":
         assert set(single) == {(320 + 16,)}, "outputs and z in one"
     if way == "peers":
-        assert not any(memory.any() for own in room.memories.values() for memory in own), "every mark is taken away"
+        assert room.memory_is_zero(), "every mark is taken away"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -188,7 +197,10 @@ def test_greedy_steps_exchange_a_word_a_token(packed, way, ranks):
 
     def tokens(engine):
         batch = engine._decoding([list(range(9))], new, Sampling(), 0)
-        return [token for step in engine._run(batch) for _, token, _ in step]
+        of_batch = []
+        for step_of_batch in engine._run(batch):
+            of_batch += [token for _, token, _ in step_of_batch]
+        return of_batch
 
     want = tokens(Core("tiny", model))
     assert len(set(want)) > 2
@@ -197,11 +209,11 @@ def test_greedy_steps_exchange_a_word_a_token(packed, way, ranks):
         part = parallel.parallel(sharding.shard(model, link.rank, ranks), link, way)
         return tokens(ParallelCore("tiny", part))
 
-    found, room = on_ranks(ranks, work)
-    assert all(got == want for got in found)
+    results, room = on_ranks(ranks, work)
+    assert all(of_rank == want for of_rank in results)
     assert room.gathers == 0 and room.words == (0 if way == "peers" else new)
     if way == "peers":
-        assert not any(memory.any() for own in room.memories.values() for memory in own), "every word is taken away"
+        assert room.memory_is_zero(), "every word is taken away"
 
 
 def test_a_rank_that_is_late_finds_what_it_was_given(packed, monkeypatch):
@@ -219,9 +231,9 @@ def test_a_rank_that_is_late_finds_what_it_was_given(packed, monkeypatch):
     monkeypatch.setattr(Room, "__init__", lambda self, ranks: (kept(self, ranks), room_of.append(self))[0])
     monkeypatch.setattr(row_parallel, "take_reference", late)
     monkeypatch.setattr(row_parallel, "PATIENCE", 5.0)
-    found, _ = on_ranks(2, lambda link: logits(parallel.parallel(sharding.shard(model, link.rank, 2), link, "peers")))
-    for got in found:
-        assert torch.allclose(got, want, atol=1e-3 * want.abs().max())
+    results, _ = on_ranks(2, lambda link: logits(parallel.parallel(sharding.shard(model, link.rank, 2), link, "peers")))
+    for of_rank in results:
+        assert torch.allclose(of_rank, want, atol=1e-3 * want.abs().max())
 
 
 def test_products_without_a_compensator_are_joined_with_others(packed):
@@ -231,10 +243,10 @@ def test_products_without_a_compensator_are_joined_with_others(packed):
     assert both not in ({(True, True)}, {(False, False)})
     want = logits(model)
     for way in ("joined", "peers"):
-        found, room = on_ranks(
+        results, room = on_ranks(
             2, lambda link, way=way: logits(parallel.parallel(sharding.shard(model, link.rank, 2), link, way))
         )
-        assert torch.allclose(found[0], want, atol=1e-3 * want.abs().max()) and torch.equal(found[0], found[1])
+        assert torch.allclose(results[0], want, atol=1e-3 * want.abs().max()) and torch.equal(results[0], results[1])
         assert ({dtype for _, dtype in room.added}, way) and (way == "peers") == (
             not any(len(shape) == 1 or shape[0] == 1 for shape, _ in room.added)
         )
@@ -246,10 +258,10 @@ def test_plain_leaves_compensators_out(packed):
     for block in bare.blocks:
         for name in weights.LAYERS:
             object.__setattr__(block, name, getattr(block, name).product)
-    found, _ = on_ranks(2, lambda link: logits(parallel.parallel(sharding.shard(model, link.rank, 2), link, "plain")))
+    results, _ = on_ranks(2, lambda link: logits(parallel.parallel(sharding.shard(model, link.rank, 2), link, "plain")))
     want = logits(bare)
-    assert torch.allclose(found[0], want, atol=1e-3 * want.abs().max())
-    assert not torch.allclose(found[0], logits(model), atol=1e-2 * want.abs().max())
+    assert torch.allclose(results[0], want, atol=1e-3 * want.abs().max())
+    assert not torch.allclose(results[0], logits(model), atol=1e-2 * want.abs().max())
 
 
 def test_a_gate_on_a_rank_s_own_part_gives_other_logits(packed, monkeypatch):
@@ -263,8 +275,8 @@ def test_a_gate_on_a_rank_s_own_part_gives_other_logits(packed, monkeypatch):
 
     monkeypatch.setattr(Thread, "add", own_z)
     work = lambda link: logits(parallel.parallel(sharding.shard(model, link.rank, 2), link, "separate"))  # noqa: E731
-    found, _ = on_ranks(2, work)
-    assert not torch.allclose(found[0], want, atol=1e-2 * want.abs().max())
+    results, _ = on_ranks(2, work)
+    assert not torch.allclose(results[0], want, atol=1e-2 * want.abs().max())
 
 
 def test_a_rank_holds_its_part():

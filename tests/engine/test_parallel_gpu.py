@@ -58,17 +58,17 @@ def logits(model, captured):
     with torch.cuda.graph(graph, **ParallelSteps.CAPTURE):
         hidden = step(model, cache, tokens)
         made, greedy = model.head(hidden), chosen(model, hidden)
-    found, best = [], []
+    by_token, best = [], []
     for i in range(PROMPT, PROMPT + NEW):
         fixed[0].copy_(ids[i : i + 1])
         fixed[2].fill_(i)
         fixed[3].fill_(i + 1)
         graph.replay()
-        found.append(made.float().clone())
+        by_token.append(made.float().clone())
         best.append(greedy.clone())
     for _ in range(REPLAYS):
         graph.replay()
-    return torch.cat(found), (made.float() - found[-1]).abs().max().item(), torch.cat(best)
+    return torch.cat(by_token), (made.float() - by_token[-1]).abs().max().item(), torch.cat(best)
 
 
 def chosen(model, hidden):
@@ -76,14 +76,14 @@ def chosen(model, hidden):
     return model.head.greedy(hidden) if hasattr(model.head, "greedy") else argmax.argmax(model.head(hidden))
 
 
-def error(got, want):
-    return float((got - want).norm() / want.norm())
+def error(output, reference):
+    return float((output - reference).norm() / reference.norm())
 
 
-def compared(given, device):
+def compared(facts, device):
     """By way: the error against one GPU, how far ranks are apart, and replays."""
-    link, found = Group(dist.group.WORLD), {}
-    for shape, recipe, ways in given["cases"]:
+    link, results = Group(dist.group.WORLD), {}
+    for shape, recipe, ways in facts["cases"]:
         model = decoder(shape, recipe, device)
         want, _, _ = logits(model, False)
         own = sharding.shard(model, link.rank, link.ranks)
@@ -92,16 +92,16 @@ def compared(given, device):
         for way in ways:
             part = parallel.parallel(own, link, way)
             for captured in (False, True):
-                got, again, best = logits(part, captured)
-                others = [torch.empty_like(got) for _ in range(link.ranks)]
-                dist.all_gather(others, got)
-                apart = max(float((other - got).abs().max()) for other in others)
-                wrong = int((best != argmax.reference(got)).sum())
-                found[f"{shape} {way} {captured}"] = [error(got, want), apart, again, wrong]
+                logits_here, again, best = logits(part, captured)
+                others = [torch.empty_like(logits_here) for _ in range(link.ranks)]
+                dist.all_gather(others, logits_here)
+                apart = max(float((other - logits_here).abs().max()) for other in others)
+                wrong = int((best != argmax.reference(logits_here)).sum())
+                results[f"{shape} {way} {captured}"] = [error(logits_here, want), apart, again, wrong]
         if "spear" in recipe:
             plain, _, _ = logits(parallel.parallel(own, link, "plain"), False)
-            found[f"{shape} without"] = [error(plain, want), 0.0, 0.0, 0]
-    return found
+            results[f"{shape} without"] = [error(plain, want), 0.0, 0.0, 0]
+    return results
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -110,14 +110,14 @@ def test_ranks_give_the_logits_of_one_gpu(count, monkeypatch):
         pytest.skip(f"needs {count} CUDA devices")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     cases = [["Llama-2-7B", "fp16", ["plain"]], ["Llama-2-7B", RECIPE, WAYS], ["Llama-2-70B", RECIPE, WAYS]]
-    found = ranks.run(compared, {"cases": cases}, count, "cuda")
-    for name, (off, apart, again, wrong) in found.items():
-        said = f"error {off:.2e}, ranks {apart:.1e} apart, replays {again:.1e} apart, {wrong} tokens wrong"
-        print(f"{count} ranks, {name}: {said}")
-    assert len(found) == 2 + 2 * 6 + 2
-    for name, (off, apart, again, wrong) in found.items():
+    results = ranks.run(compared, {"cases": cases}, count, "cuda")
+    for name, (off, apart, again, wrong) in results.items():
+        summary = f"error {off:.2e}, ranks {apart:.1e} apart, replays {again:.1e} apart, {wrong} tokens wrong"
+        print(f"{count} ranks, {name}: {summary}")
+    assert len(results) == 2 + 2 * 6 + 2
+    for name, (off, apart, again, wrong) in results.items():
         shape, _, way = name.partition(" ")
         if way == "without":
             continue
-        most = 0.02 if "plain" in way else 0.5 * found[f"{shape} without"][0]  # what leaving compensators out changes
+        most = 0.02 if "plain" in way else 0.5 * results[f"{shape} without"][0]  # what leaving compensators out changes
         assert off < most and apart == 0 and again == 0 and wrong == 0, name

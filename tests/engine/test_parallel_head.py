@@ -1,5 +1,6 @@
 """The head split over ranks by tokens: tokens, log probabilities and logits are those of one rank."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,10 @@ def decoded(engine, sampling=None, scored=False):
     return tokens, logprobs
 
 
-def compared(given, device):
+def compared(options, device):
     """Facts of one rank and of all ranks together, as numbers that JSON holds."""
     link = Group(dist.group.WORLD)
-    model = decoder(given["heads"], given["vocabulary"])
+    model = decoder(options["heads"], options["vocabulary"])
     part = parallel.parallel(sharding.shard(model, link.rank, link.ranks), link, "plain")
     facts = {}
     for name, engine in (("one", Core("tiny", model)), ("ranks", ParallelCore("tiny", part))):
@@ -67,13 +68,13 @@ def test_ranks_give_the_tokens_of_one_rank(count, heads, vocabulary, monkeypatch
     """Vocabularies that the ranks do not divide, and one of which the last ranks have no token."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     facts = ranks.run(compared, {"heads": heads, "vocabulary": vocabulary}, count, "cpu")
-    one, found = facts["one"], facts["ranks"]
+    of_one, of_ranks = facts["one"], facts["ranks"]
     assert facts["alike"]
-    assert found[:3] == one[:3] and found[0] == found[1], "greedy, with log probabilities, and drawn"
-    assert len({token for step in found[0] for token in step}) > 3
-    for got, want in zip(found[3:], one[3:]):
-        assert torch.allclose(torch.tensor(got), torch.tensor(want), atol=1e-4)
-    assert len(found[4][0]) == vocabulary
+    assert of_ranks[:3] == of_one[:3] and of_ranks[0] == of_ranks[1], "greedy, with log probabilities, and drawn"
+    assert len(set(itertools.chain.from_iterable(of_ranks[0]))) > 3
+    for logits, want in zip(of_ranks[3:], of_one[3:]):
+        assert torch.allclose(torch.tensor(logits), torch.tensor(want), atol=1e-4)
+    assert len(of_ranks[4][0]) == vocabulary
 
 
 class Given(nn.Module):

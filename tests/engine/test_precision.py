@@ -1,6 +1,7 @@
 """Decoding that switches layers to fewer bits: the same tokens as models built at each state from scratch."""
 
 import gc
+import itertools
 import sys
 import threading
 import time
@@ -79,7 +80,7 @@ def replayed(name, device, log, high, count):
     decoder = scratch(name, device, bits)
     steps = Steps(decoder, 1)
     *_, hidden = prefill(steps, torch.tensor(PROMPT, device=device), 0, 256)
-    logits, found, scores = decoder.head(hidden[-1:]), [], []
+    logits, tokens, scores = decoder.head(hidden[-1:]), [], []
     for token in range(count):
         if token:
             due = {switch.layer: switch.bits for switch in log if switch.step == token}
@@ -87,28 +88,31 @@ def replayed(name, device, log, high, count):
                 bits |= due
                 decoder = scratch(name, device, bits)
             at = torch.tensor([len(PROMPT) + token - 1], dtype=torch.int32, device=device)
-            given = torch.tensor([found[-1]], device=device)
+            last = torch.tensor([tokens[-1]], device=device)
             row = torch.zeros(1, dtype=torch.int32, device=device)
-            logits = decoder.head(step(decoder, steps.cache, Tokens(given, row, at, at, at + 1)))
-        found.append(int(logits[0].argmax()))
-        scores.append(float(logits.float().log_softmax(1)[0, found[-1]]))
-    return found, scores
+            logits = decoder.head(step(decoder, steps.cache, Tokens(last, row, at, at, at + 1)))
+        tokens.append(int(logits[0].argmax()))
+        scores.append(float(logits.float().log_softmax(1)[0, tokens[-1]]))
+    return tokens, scores
 
 
 def copies_names(name):
     """The layers of a model as schedules name them."""
-    count = models.load(name).config.num_hidden_layers
-    return [f"{block}.{layer}" for block in range(count) for layers in weights.LAYERS.values() for layer in layers]
+    layers_of_block = list(itertools.chain.from_iterable(weights.LAYERS.values()))
+    names = []
+    for block in range(models.load(name).config.num_hidden_layers):
+        names += [f"{block}.{layer}" for layer in layers_of_block]
+    return names
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_token_is_that_of_a_model_built_from_scratch_at_its_state(name, device):
     """Logits bit for bit: their log probabilities are equal, not near."""
     engine = make(name, device, **QUICK)
-    found = tokens_of(engine, 50)[0]
+    tokens = tokens_of(engine, 50)[0]
     (log,) = engine.switching.logs
     assert len({switch.step for switch in log}) == 10 and {switch.bits for switch in log} == {8, 4}
-    assert found == replayed(name, device, log, 16, 50)
+    assert tokens == replayed(name, device, log, 16, 50)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -145,9 +149,9 @@ def test_mean_bits_are_those_of_the_log(name):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_signal_and_the_threshold_are_those_of_the_logits(name, device):
     engine = make(name, device, window=3, multiple=1.5, prompt_tokens=5)
-    found, _ = tokens_of(engine, 12)[0]
+    tokens, _ = tokens_of(engine, 12)[0]
     static = Core(name, scratch(name, device, dict.fromkeys(copies_names(name), 16)))
-    expected = pple(static.logits(PROMPT + found)).tolist()
+    expected = pple(static.logits(PROMPT + tokens)).tolist()
     assert engine.switching.thresholds[0] == pytest.approx(1.5 * sum(expected[25:30]) / 5, rel=1e-2)
     first = min((switch.step for switch in engine.switching.logs[0]), default=12)
     assert engine.switching.signal[0][:first] == pytest.approx(expected[29 : 29 + first], rel=1e-2)
@@ -230,15 +234,15 @@ def test_along_given_outputs_the_divergence_is_that_of_the_states_of_the_log(nam
     kl, record = along.kl, along.switching
     assert [len(each) for each in kl] == [20, 12] and [len(each) for each in record.signal] == [20, 12]
     assert max(switch.step for switch in record.logs[1]) < 12 <= max(switch.step for switch in record.logs[0])
-    for prompt, output, found, log in zip(prompts, outputs, kl, record.logs):
-        assert found[:4] == pytest.approx([0.0] * 4, abs=1e-5) and min(found[6:]) > 1e-5
+    for prompt, output, divergences, log in zip(prompts, outputs, kl, record.logs):
+        assert divergences[:4] == pytest.approx([0.0] * 4, abs=1e-5) and min(divergences[6:]) > 1e-5
         logits = states_along(name, device, prompt, output, log)
         exact = Core(name, full).logits(prompt + output)[len(prompt) - 1 : -1]
         p, q = exact.log_softmax(-1), logits.log_softmax(-1)
         first, second = logits.softmax(-1).topk(2).values.unbind(-1)
         assert along.gap[prompts.index(prompt)] == pytest.approx((first - second).tolist(), abs=2e-3)
         wanted, near = (p.exp() * (p - q)).sum(-1).tolist(), {"cpu": 1e-5, "cuda": 2e-3}[device]
-        assert found == pytest.approx(wanted, rel=2e-2, abs=near)
+        assert divergences == pytest.approx(wanted, rel=2e-2, abs=near)
 
 
 @torch.inference_mode()
@@ -248,15 +252,15 @@ def states_along(name, device, prompt, output, log):
     decoder = scratch(name, device, bits)
     steps = Steps(decoder, 1)
     *_, hidden = prefill(steps, torch.tensor(prompt, device=device), 0, 256)
-    found = [decoder.head(hidden[-1:])]
+    logits = [decoder.head(hidden[-1:])]
     for token in range(1, len(output)):
         if due := {switch.layer: switch.bits for switch in log if switch.step == token}:
             bits |= due
             decoder = scratch(name, device, bits)
         at = torch.tensor([len(prompt) + token - 1], dtype=torch.int32, device=device)
-        row, given = torch.zeros(1, dtype=torch.int32, device=device), torch.tensor([output[token - 1]], device=device)
-        found.append(decoder.head(step(decoder, steps.cache, Tokens(given, row, at, at, at + 1))))
-    return torch.cat(found).float()
+        row, ids = torch.zeros(1, dtype=torch.int32, device=device), torch.tensor([output[token - 1]], device=device)
+        logits.append(decoder.head(step(decoder, steps.cache, Tokens(ids, row, at, at, at + 1))))
+    return torch.cat(logits).float()
 
 
 @torch.inference_mode()
@@ -278,8 +282,8 @@ def test_an_oracle_orders_moves_by_what_each_does_alone_to_the_predictions(name)
     measured = precision.output_divergences(engine.model, prompts, outputs, full, [16, 8, 4])
     for (layer, bits), value in wanted.items():
         assert measured[bits][layer] == pytest.approx(value, rel=5e-2, abs=1e-6)
-    order_of = {bits: [move.layer for move in engine.ahead if move.bits == bits] for bits in (8, 4)}
-    for bits, layers in order_of.items():
+    for bits in (8, 4):
+        layers = [move.layer for move in engine.ahead if move.bits == bits]
         assert layers == sorted(copies_names(name), key=lambda layer: measured[bits][layer])
     assert [move.bits for move in engine.ahead] == [8] * 14 + [4] * 14
     with pytest.raises(UserError, match="it is a control of tables alone"):
@@ -298,13 +302,13 @@ class Emulated:
         for name in ("Stream", "default_stream", "current_stream", "graph_pool_handle"):
             monkeypatch.setattr(torch.cuda, name, lambda: fake)
         for name in ("set_device", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, lambda *given: None)
+            monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(self, run))
 
-        def advance(*given):
+        def advance(*arguments):
             graph = getattr(self.capturing, "graph", None)
-            run(*given) if graph is None else graph.calls.append(given)
+            run(*arguments) if graph is None else graph.calls.append(arguments)
 
         monkeypatch.setattr(precision, "advance", advance)
 
@@ -451,9 +455,9 @@ def test_neighbours_of_one_width_are_one_launch(name):
 
 @pytest.mark.parametrize("copies_on", ["device", "host"])
 def test_generate_streams_and_says_what_was_switched(capsys, copies_on):
-    given = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--max-new-tokens", "30", "--device", "cpu"]
+    words = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--max-new-tokens", "30", "--device", "cpu"]
     options = f"flexquant-window=3-layers=20-threshold=1000-copies={copies_on}"
-    assert main([*given, "--precision", options, "Once upon a time"]) == 0
+    assert main([*words, "--precision", options, "Once upon a time"]) == 0
     out = capsys.readouterr().out
     assert "bits a weight | " in out and "layers switched" in out and "tokens/s" in out
     assert "times static 16 bits" in out
@@ -504,8 +508,8 @@ def test_shapes_have_no_order_by_divergence():
     ],
 )
 def test_what_generate_cannot_do_is_one_sentence_and_exit_code_2(capsys, options, message):
-    given = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--device", "cpu", *options, "Once upon"]
-    assert main(given) == 2
+    words = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--device", "cpu", *options, "Once upon"]
+    assert main(words) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -527,24 +531,24 @@ def test_full_precision_is_read_only_where_an_order_compares_with_it(monkeypatch
 def test_an_order_is_made_once_and_that_of_other_weights_or_histograms_is_one_sentence(tmp_path, monkeypatch, capsys):
     path = tmp_path / "order.json"
 
-    def said(*options, model="pocket-3m", recipe="rtn-w4-g64"):
+    def printed(*options, model="pocket-3m", recipe="rtn-w4-g64"):
         words = ["generate", "--model", model, "--recipe", recipe, "--device", "cpu", "--max-new-tokens", "24"]
         code = main([*words, "--order", str(path), "--precision", *(options or ["flexquant"]), "Once upon a time"])
         out, err = capsys.readouterr()
         assert code == 2 and err.count("\n") == 1 or code == 0
         return out.partition("\n")[0] if code == 0 else err
 
-    text = said("flexquant(threshold=1000, layers=20, window=3)")
+    text = printed("flexquant(threshold=1000, layers=20, window=3)")
     monkeypatch.setattr(switching_engine, "divergences", lambda *arguments: pytest.fail("it is kept"))
-    assert said("flexquant(threshold=1000, layers=20, window=3)") == text
-    for told in (said(model="pocket-5m"), said(recipe="rtn-w4-g128"), said("flexquant(path=[16, 4])")):
-        assert "an order of pocket-3m, of other weights than pocket-" in told
-    assert "an order of other histograms (bins is 2048 there and 64 here)" in said("flexquant(bins=64)")
-    assert "which order=random does not read" in said("flexquant(order=random)")
+    assert printed("flexquant(threshold=1000, layers=20, window=3)") == text
+    for message in (printed(model="pocket-5m"), printed(recipe="rtn-w4-g128"), printed("flexquant(path=[16, 4])")):
+        assert "an order of pocket-3m, of other weights than pocket-" in message
+    assert "an order of other histograms (bins is 2048 there and 64 here)" in printed("flexquant(bins=64)")
+    assert "which order=random does not read" in printed("flexquant(order=random)")
     path.write_text('{"model": "pocket-3m"}')
-    assert "no order of layers; name another --order" in said()
+    assert "no order of layers; name another --order" in printed()
     disk_errors.make_unreadable(path)
-    assert f"{path}: {disk_errors.WHY}; name another --order" in said()
+    assert f"{path}: {disk_errors.WHY}; name another --order" in printed()
     assert main(["generate", "--model", "pocket-3m", "--order", str(path), "x"]) == 2
     assert "--order goes with --precision" in capsys.readouterr().err
 
@@ -553,8 +557,8 @@ def test_bits_without_a_kernel_have_no_speed(capsys):
     with pytest.raises(UserError, match="3 bits have no kernel and lie in slots of 4"):
         SwitchingEngine.load("shape/Llama-2-7B", "rtn-w4-g128", 64, precision="flexquant(path=[4, 3], order=model)")
     options = "flexquant(path=[4, 3], window=3, layers=50, threshold=1000)"
-    given = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--device", "cpu", "--max-new-tokens", "12"]
-    assert main([*given, "--precision", options, "Once upon a time"]) == 0
+    words = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--device", "cpu", "--max-new-tokens", "12"]
+    assert main([*words, "--precision", options, "Once upon a time"]) == 0
     assert "no speed: 3 bits have no kernel" in capsys.readouterr().out
 
 

@@ -31,9 +31,9 @@ def test_neighbours_of_one_length_are_one_span():
 @pytest.mark.parametrize("chunk", [1, 7, 4096])
 def test_a_batch_is_its_prompts_one_by_one(model, chunk):
     cache = Cache(model, 6)
-    found = together(model, cache, PROMPTS, chunk, first=1)
+    states = together(model, cache, PROMPTS, chunk, first=1)
     assert cache.lengths.tolist() == [0, 3, 3, 40, 1, 0]
-    for row, (ids, hidden) in enumerate(zip(PROMPTS, found, strict=True), start=1):
+    for row, (ids, hidden) in enumerate(zip(PROMPTS, states, strict=True), start=1):
         alone = Cache(model, 1)
         (want,) = together(model, alone, [ids])
         torch.testing.assert_close(hidden, want, rtol=1e-4, atol=1e-5)
@@ -53,16 +53,16 @@ def test_what_a_graph_captures_is_the_prefill(model):
 
 def test_attention_skips_what_a_mask_would_hide(model, monkeypatch):
     """Without a mask the library's kernel leaves out the tiles above the diagonal; rows of one length are one call."""
-    real, asked = F.scaled_dot_product_attention, []
+    real, launched = F.scaled_dot_product_attention, []
 
     def noted(q, k, v, attn_mask=None, **more):
-        asked.append((len(q), q.shape[2], k.shape[2], attn_mask, more["is_causal"]))
+        launched.append((len(q), q.shape[2], k.shape[2], attn_mask, more["is_causal"]))
         return real(q, k, v, attn_mask, **more)
 
     monkeypatch.setattr(prefill.F, "scaled_dot_product_attention", noted)
     together(model, Cache(model, 4), PROMPTS, 7)
     calls = [(2, 3, 3, None, True), (1, 40, 40, None, True), (1, 1, 1, None, True)]
-    assert asked == calls * len(model.blocks)
+    assert launched == calls * len(model.blocks)
 
 
 def test_a_block_comes_once_a_prefill_however_many_chunks(model):
@@ -85,9 +85,9 @@ def packed_product(rows, columns, bias=False, order=False, seed=0):
     codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
     scales = torch.rand(rows, columns // 32, generator=generator) * 0.01 + 0.005
     zeros = torch.randint(0, 16, scales.shape, generator=generator)
-    given = torch.randn(rows, generator=generator).half() if bias else None
+    bias_values = torch.randn(rows, generator=generator).half() if bias else None
     permuted = torch.randperm(columns, generator=generator) if order else None
-    return weights.Packed(packing.pack(codes, scales, zeros, 4, 32), given, permuted)
+    return weights.Packed(packing.pack(codes, scales, zeros, 4, 32), bias_values, permuted)
 
 
 def products():

@@ -12,11 +12,11 @@ from repro.engine import parallel, ranks
 from repro.engine.parallel import Group, RowParallel
 
 
-def summed(given, device):
+def summed(facts, device):
     """The product of all inputs on ranks that have some of them each."""
     link = Group(dist.group.WORLD)
     weight = torch.arange(24.0).view(4, 6)
-    x = torch.tensor([given["x"]])
+    x = torch.tensor([facts["x"]])
     share = 6 // link.ranks
     mine = slice(link.rank * share, (link.rank + 1) * share)
     part = torch.nn.Linear(share, 4, bias=False)
@@ -25,12 +25,12 @@ def summed(given, device):
         return RowParallel(part, link)(x[:, mine]).tolist()
 
 
-def second_fails(given, device):
+def second_fails(facts, device):
     """An error of one rank, for which the other would wait."""
     errors = {"bad": UserError("x is 3; give 4"), "odd": ZeroDivisionError("by zero")}
     errors["none"] = NotMeasurable("oom", "7 GB")
     if dist.get_rank() == 1:
-        raise errors[given["kind"]]
+        raise errors[facts["kind"]]
     dist.barrier()
 
 
@@ -90,7 +90,7 @@ def test_too_few_gpus_are_one_sentence(monkeypatch):
     ranks.gpus_for(1)
 
 
-def shared_out(given, device):
+def shared_out(facts, device):
     """Which kernels each rank compiles, of five of which the second is in the cache."""
     compiled = []
 
@@ -111,7 +111,7 @@ def shared_out(given, device):
     parallel.nvrtc.jobs_of = lambda calls: [call() for call in calls]
     parallel.nvrtc.is_compiled = lambda job: job == "b"
     parallel.nvrtc.compile_job = compiled.append
-    parallel.compile_on_ranks([lambda name=name: name for name in given["names"]])
+    parallel.compile_on_ranks([lambda name=name: name for name in facts["names"]])
     of_all = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, compiled)
     return of_all

@@ -1,7 +1,9 @@
 """Continuous batching by hand: which tokens an iteration has, how large a chunk may be, and who waits how long."""
 
+import itertools
 import random
 
+import numpy as np
 import pytest
 
 from repro.core.errors import UserError
@@ -51,16 +53,16 @@ def many(count, seed, spread=0.4):
 def test_a_trace_by_hand():
     """Ten milliseconds an iteration, a budget of 8 tokens: prompts of 10 and 5 that arrive at 0 and 15 ms."""
     requests = [Request(0, 0.0, 10, 3), Request(1, 0.015, 5, 2)]
-    found, machine = served(requests, StaticBudget(8), lambda tokens: 10.0)
+    trace, machine = served(requests, StaticBudget(8), lambda tokens: 10.0)
     assert machine.batches == [
         ([], [(0, 0, 8)]),  # to 10 ms
         ([], [(0, 8, 2)]),  # to 20 ms: its first token; request 1 came at 15 ms, after this began
         ([0], [(1, 0, 5)]),  # to 30 ms: its second, and the first of request 1
         ([0, 1], []),  # to 40 ms: both are done
     ]
-    assert found.first == pytest.approx([0.020, 0.015])
-    assert found.gaps == [pytest.approx([0.010, 0.010]), pytest.approx([0.010])]
-    assert found.iterations == [(0, 8, 0.01), (0, 2, 0.01), (1, 5, pytest.approx(0.01)), (2, 0, pytest.approx(0.01))]
+    assert trace.first == pytest.approx([0.020, 0.015])
+    assert trace.gaps == [pytest.approx([0.010, 0.010]), pytest.approx([0.010])]
+    assert trace.iterations == [(0, 8, 0.01), (0, 2, 0.01), (1, 5, pytest.approx(0.01)), (2, 0, pytest.approx(0.01))]
     assert machine.skipped == []
 
 
@@ -72,9 +74,9 @@ def test_several_prompts_share_an_iteration_in_the_order_of_their_arrival():
 
 def test_idle_time_is_skipped():
     requests = [Request(0, 1.0, 2, 1), Request(1, 5.0, 2, 1)]
-    found, machine = served(requests, StaticBudget(8), lambda tokens: 10.0)
+    trace, machine = served(requests, StaticBudget(8), lambda tokens: 10.0)
     assert machine.skipped == [1.0, 5.0]
-    assert found.first == pytest.approx([0.010, 0.010])
+    assert trace.first == pytest.approx([0.010, 0.010])
 
 
 def test_a_budget_counts_the_tokens_that_are_decoded():
@@ -173,38 +175,45 @@ POLICIES = {
 }
 
 
+def chunks_of(machine):
+    """(request, first token, tokens) of every chunk of a prompt, as they were computed."""
+    return itertools.chain.from_iterable(batch for _, batch in machine.batches)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("spread", [0.002, 0.2])
 def test_every_token_is_computed_once_and_everybody_is_served(name, spread):
     requests = many(40, seed=1, spread=spread)
-    found, machine = served(requests, POLICIES[name], TABLE, rows=6)
+    trace, machine = served(requests, POLICIES[name], TABLE, rows=6)
     for request in requests:
-        chunks = [c[1:] for _, batch in machine.batches for c in batch if c[0] == request.number]
-        starts = [start for start, _ in chunks]
-        assert starts == [sum(count for _, count in chunks[:i]) for i in range(len(chunks))]
-        assert sum(count for _, count in chunks) == request.prompt_tokens
+        computed = 0
+        for number, start, count in chunks_of(machine):
+            if number == request.number:
+                assert start == computed
+                computed += count
+        assert computed == request.prompt_tokens
         decoded = sum(request.number in decodes for decodes, _ in machine.batches)
-        assert decoded == request.new_tokens - 1 == len(found.gaps[request.number])
-    assert all(first > 0 for first in found.first)
-    begun = [c[0] for _, batch in machine.batches for c in batch if c[1] == 0]
+        assert decoded == request.new_tokens - 1 == len(trace.gaps[request.number])
+    assert all(first > 0 for first in trace.first)
+    begun = [number for number, start, _ in chunks_of(machine) if start == 0]
     assert begun == sorted(begun), "first come, first served"
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_decode_is_put_off(name):
     """A token's gap is one iteration: whoever decodes is in every one of them (stall-free)."""
-    found, _ = served(many(30, seed=2, spread=0.01), POLICIES[name], TABLE, rows=6)
-    seconds = [one for _, _, one in found.iterations]
-    for gaps in found.gaps:
-        assert all(min(abs(gap - one) for one in seconds) < 1e-9 for gap in gaps)
+    trace, _ = served(many(30, seed=2, spread=0.01), POLICIES[name], TABLE, rows=6)
+    seconds = np.array([of_iteration for _, _, of_iteration in trace.iterations])
+    for gap in itertools.chain.from_iterable(trace.gaps):
+        assert abs(gap - seconds).min() < 1e-9
 
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_target_is_kept_where_the_table_is_true(joint):
     """T grows ever more slowly with the tokens, so that one batch is no dearer than its parts."""
     policy = LatencyTarget(TABLE, 12.0, joint=joint)
-    found, machine = served(many(60, seed=3, spread=0.01), policy, TABLE, rows=32)
-    slowest = max(seconds for _, _, seconds in found.iterations)
+    trace, machine = served(many(60, seed=3, spread=0.01), policy, TABLE, rows=32)
+    slowest = max(seconds for _, _, seconds in trace.iterations)
     assert slowest <= 0.012 + 1e-9
     if joint:
         assert slowest > 0.0119, "the target is used up"
@@ -213,8 +222,8 @@ def test_a_target_is_kept_where_the_table_is_true(joint):
 
 def test_a_larger_target_serves_first_tokens_sooner():
     def mean(target):
-        found, _ = served(many(80, seed=4, spread=0.02), LatencyTarget(TABLE, target), TABLE, rows=64)
-        return sum(found.first)
+        trace, _ = served(many(80, seed=4, spread=0.02), LatencyTarget(TABLE, target), TABLE, rows=64)
+        return sum(trace.first)
 
     assert mean(18.0) < mean(13.0) < mean(10.0)
 

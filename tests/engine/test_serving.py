@@ -161,13 +161,11 @@ def test_compensators_are_dispatched_by_phase(compensated, monkeypatch):
         weights, "packed_product", lambda packed, bias, dtype, order=None: weights.Packed(packed, bias, order)
     )
     monkeypatch.setattr(weights.kernel, "wna16", lambda x, packed: x @ weights.packing.dequantize(packed).T)
-    monkeypatch.setattr(
-        compensated_gemv, "compensated_gemv", lambda *arguments: used.append(1) or reference(*arguments)
-    )
+    monkeypatch.setattr(compensated_gemv, "compensated_gemv", lambda *args: used.append(1) or reference(*args))
     model = weights.decoder(compensated, 64, CPU, torch.float32)
     by_phase = overlapped.dispatched(model)
-    counts = [serving.compensators(getattr(block, name)) for block in by_phase.blocks for name in weights.LAYERS]
-    with_some = [isinstance(getattr(block, name), Compensated) for block in model.blocks for name in weights.LAYERS]
+    counts = [serving.compensators(product) for product in engines.products(by_phase)]
+    with_some = [isinstance(product, Compensated) for product in engines.products(model)]
     assert [count > 0 for count in counts] == with_some and any(with_some)
     beside, real = [], overlapped.compensate.latent
     monkeypatch.setattr(overlapped.compensate, "latent", lambda x, made: beside.append(len(x)) or real(x, made))
@@ -200,9 +198,9 @@ def test_a_table_adds_what_a_placement_costs():
 
 
 def test_products_and_iterations_are_measured_by_number_of_tokens(plain):
-    found = serving.measured_products([plain], [1, 4], repeats=2)
-    assert set(found) == {(name, 0) for name in weights.LAYERS}
-    assert all(set(times) == {1, 4} and min(times.values()) > 0 for times in found.values())
+    times_of = serving.measured_products([plain], [1, 4], repeats=2)
+    assert set(times_of) == {(name, 0) for name in weights.LAYERS}
+    assert all(set(times) == {1, 4} and min(times.values()) > 0 for times in times_of.values())
     steps = MixedSteps(plain, Cache(plain, 4), sizes=[8])
     times = serving.measured_iterations(steps, [2, 8], decodes=3, context=20, repeats=2)
     assert set(times) == {2, 8} and min(times.values()) > 0
@@ -220,7 +218,7 @@ def test_a_captured_iteration_is_the_launched_one():
     recipe = parse("rtn-w4-pc + spear(placement=random, k_share=0.6, rank=24)")
     model = random_decoder(recipe, config, 64, device, torch.bfloat16)
     by_phase = overlapped.dispatched(model)
-    assert sum(serving.compensators(getattr(block, name)) for block in by_phase.blocks for name in weights.LAYERS) > 4
+    assert sum(map(serving.compensators, engines.products(by_phase))) > 4
     captured, launched = (MixedSteps(by_phase, Cache(by_phase, 4), sizes=[1, 8, 48]) for _ in range(2))
     captured.capture()
     launched.graphed = False

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from engines import products
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton")
@@ -75,11 +76,11 @@ def test_products_of_a_shape_read_the_lists_of_the_model(lm, windows, monkeypatc
     masks["out"] = shape_lists.Masks([lower, ~lower], 0.5)
     core = shape_decode.loaded("larger", *AS_TRAINED["teal40"], 9, torch.device("cpu"), masks)
     read, real = [], q4_k.zigzag_sparse
-    monkeypatch.setattr(q4_k, "zigzag_sparse", lambda *given: read.append(given[-1]) or real(*given))
+    monkeypatch.setattr(q4_k, "zigzag_sparse", lambda *args: read.append(args[-1]) or real(*args))
     assert core.time(3, 2).new_tokens == 2
     kinds = ("qkv", "out", "gate_up", "down")
-    given = [getattr(block, kind).active for block in core.model.blocks for kind in kinds]
-    assert len(read) % 16 == 0 and all(one is other for one, other in zip(read, given))
+    lists = [product.active for product in products(core.model, kinds)]
+    assert len(read) % 16 == 0 and all(one is other for one, other in zip(read, lists))
     for block in core.model.blocks:
         for kind in kinds:
             product = getattr(block, kind)

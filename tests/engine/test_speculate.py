@@ -89,21 +89,21 @@ def test_a_level_is_the_best_of_all_children(seed, top_k, depth):
 def emissions(tree, chances):
     """Exact probability of every text that one iteration can add, over all that the target can say after each node."""
     ids, parents = tree.ids.tolist(), tree.parents.tolist()
-    found = {}
+    probability = {}
     for words in itertools.product(range(chances.shape[1]), repeat=len(ids)):
         weight = 1.0
         for node, word in enumerate(words):
             weight *= chances[ids[node], word].item()
         path, bonus = accepted(ids, parents, words)
         text = (*(ids[node] for node in path[1:]), bonus)
-        found[text] = found.get(text, 0.0) + weight
-    return found
+        probability[text] = probability.get(text, 0.0) + weight
+    return probability
 
 
-def shares(found, prefix):
+def shares(probability, prefix):
     """Share of each next token among the texts that go on from a prefix."""
     following = {}
-    for text, weight in found.items():
+    for text, weight in probability.items():
         if text[: len(prefix)] == prefix and len(text) > len(prefix):
             following[text[len(prefix)]] = following.get(text[len(prefix)], 0.0) + weight
     total = sum(following.values())
@@ -116,11 +116,11 @@ def test_sampling_says_exactly_what_the_target_would(seed):
     draft, target = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64).mul(2).unbind()
     tree = grown(draft, top_k=2, depth=2, temperature=1.0, root=0)
     chances = target.softmax(1)
-    found = emissions(tree, chances)
-    assert sum(found.values()) == pytest.approx(1)
-    assert shares(found, ()) == pytest.approx(chances[0].tolist(), abs=1e-12)
+    probability = emissions(tree, chances)
+    assert sum(probability.values()) == pytest.approx(1)
+    assert shares(probability, ()) == pytest.approx(chances[0].tolist(), abs=1e-12)
     for first in set(tree.ids[1:3].tolist()):
-        assert shares(found, (first,)) == pytest.approx(chances[first].tolist(), abs=1e-12)
+        assert shares(probability, (first,)) == pytest.approx(chances[first].tolist(), abs=1e-12)
     wrong = emissions(tree, (target / 0.6).softmax(1))  # planted: a temperature of the draft on the target's side
     assert shares(wrong, ()) != pytest.approx(chances[0].tolist(), abs=1e-3)
 

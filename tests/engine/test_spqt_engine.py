@@ -57,8 +57,11 @@ def by_kernels(monkeypatch):
 
 def products(lm, of_block=1):
     """Of one block, by name."""
-    names = {name: [f"model.layers.{of_block}.{layer}" for layer in layers] for name, layers in LAYERS.items()}
-    return {name: weights.product(lm, layers, CPU, torch.float32) for name, layers in names.items()}
+    by_name = {}
+    for name, layers in LAYERS.items():
+        paths = [f"model.layers.{of_block}.{layer}" for layer in layers]
+        by_name[name] = weights.product(lm, paths, CPU, torch.float32)
+    return by_name
 
 
 def weight_of(lm, name, of_block=1):
@@ -145,7 +148,7 @@ def test_a_step_lists_inputs_where_they_are_made(made, by_kernels, ids):
 def test_a_text_is_prefilled_densely_and_decoded_on_listed_inputs(made, ids, monkeypatch):
     """The same logits as by the dequantized weights, of a dense prefill and of sparse tokens one by one."""
     lm = made("zigzag", thresholds="unified", sparsity=0.5)
-    found = []
+    runs = []
     for kernels in (False, True):
         with monkeypatch.context() as patch:
             patch.setattr(weights, "runs_q4_k", lambda device, dtype, kernels=kernels: kernels)
@@ -153,8 +156,8 @@ def test_a_text_is_prefilled_densely_and_decoded_on_listed_inputs(made, ids, mon
             logits = [one.logits(ids[:HALF])]
             for position in range(HALF, HALF + 2):
                 logits.append(one.tree(0, position, ids[position : position + 1], [-1]))
-            found.append(torch.cat(logits))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-4)
+            runs.append(torch.cat(logits))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-4, atol=2e-4)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------

@@ -72,12 +72,12 @@ def by_kernels(monkeypatch):
 
 def every_product(model):
     """Every single product of a decoder, by block and name."""
-    found = []
+    products = []
     for number, block in enumerate(model.blocks):
         for name in LAYERS:
             product = getattr(block, name)
-            found += [(number, name, one) for one in (product if isinstance(product, Joined) else [product])]
-    return found
+            products += [(number, name, one) for one in (product if isinstance(product, Joined) else [product])]
+    return products
 
 
 def nll(logits, ids):
@@ -87,10 +87,10 @@ def nll(logits, ids):
 @torch.inference_mode()
 def decoded(model, ids, at_once):
     """Logits of tokens that are decoded so many at a time, by the kernels where that is at most four."""
-    cache, found = Cache(model, 1), []
+    cache, logits = Cache(model, 1), []
     for start in range(0, len(ids), at_once):
-        found.append(model.head(step(model, cache, run_of(ids[start : start + at_once].to(model.device), 0, start))))
-    return torch.cat(found)
+        logits.append(model.head(step(model, cache, run_of(ids[start : start + at_once].to(model.device), 0, start))))
+    return torch.cat(logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,8 +129,9 @@ def test_codes_of_weights_and_inputs_are_the_harness_s_on_one_block(made, by_ker
         wide = x if layer.columns is None else layer.columns.gather(x)
         groups = quantizer.split(wide, 32)
         s, _, z = quantizer.fit(groups, layer.grid)
-        got, scales, zeros = quantize_2bit.quantize_2bit(wide)
-        assert torch.equal(form.codes_of(got), quantizer.encode(groups, s, z, layer.grid).flatten(1).to(torch.uint8))
+        packed_codes, scales, zeros = quantize_2bit.quantize_2bit(wide)
+        want = quantizer.encode(groups, s, z, layer.grid).flatten(1).to(torch.uint8)
+        assert torch.equal(form.codes_of(packed_codes), want)
         assert torch.equal(zeros, z[..., 0].int()) and torch.equal(scales, s[..., 0])
         assert torch.equal(products[0].taken(x), inputs.quantized(x, layer.grid, layer.columns))
 
@@ -187,8 +188,8 @@ def test_a_master_that_is_read_at_2_bits_has_packed_weights_and_16_bit_inputs(ma
     sliced.apply(read, None, sliced.Config(bits=2))
     product = weights.product(read, ["model.layers.0.mlp.down_proj"], CPU, torch.float32)
     assert isinstance(product, Packed) and not product.packed.symmetric
-    held = weights.packing.dequantize(product.packed)
-    torch.testing.assert_close(held, read.weights["model.layers.0.mlp.down_proj"].dequantize(), rtol=2e-3, atol=1e-5)
+    weight = weights.packing.dequantize(product.packed)
+    torch.testing.assert_close(weight, read.weights["model.layers.0.mlp.down_proj"].dequantize(), rtol=2e-3, atol=1e-5)
 
 
 def test_split_channels_of_16_bit_inputs_are_gathered(made, by_kernels):
@@ -197,8 +198,8 @@ def test_split_channels_of_16_bit_inputs_are_gathered(made, by_kernels):
     product, layer = weights.product(lm, [name], CPU, torch.float32), lm.model.get_submodule(name)
     assert isinstance(product, two_bit.Wide)
     x = torch.randn(2, 128, generator=torch.Generator().manual_seed(2))
-    held = weights.packing.dequantize(product.product.packed)
-    torch.testing.assert_close(F.pad(x, (0, 1))[:, product.index] @ held.T, layer(x), rtol=5e-3, atol=5e-3)
+    weight = weights.packing.dequantize(product.product.packed)
+    torch.testing.assert_close(F.pad(x, (0, 1))[:, product.index] @ weight.T, layer(x), rtol=5e-3, atol=5e-3)
 
 
 def test_inputs_whose_zeros_are_no_codes_are_refused_by_name(made, by_kernels):

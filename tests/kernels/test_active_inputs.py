@@ -46,9 +46,9 @@ def test_a_norm_lists_its_own_output(case, residual):
     columns, dtype = case
     x, other = normal(1, columns, dtype=dtype), normal(1, columns, dtype=dtype, seed=1)
     weight = 1 + normal(columns, dtype=dtype, seed=2) / 4
-    given = (x, weight, 1e-5, 0.7, other if residual else None)
-    y, total, active = rms_norm_active.launch(*given)
-    want, sums, _ = rms_norm_active.reference(*given)
+    operands = (x, weight, 1e-5, 0.7, other if residual else None)
+    y, total, active = rms_norm_active.launch(*operands)
+    want, sums, _ = rms_norm_active.reference(*operands)
     assert torch.equal(total, sums) and torch.equal(active, active_inputs.reference(y, 0.7))
     assert (y.double() - want.double()).norm() <= torch.finfo(x.dtype).eps * want.double().norm()
     assert 0.2 * columns < int(active[0]) < 0.8 * columns
@@ -69,10 +69,10 @@ def test_a_gated_product_lists_its_own_output(case):
 @pytest.mark.parametrize("blocks", [1, 8])
 @pytest.mark.parametrize("columns", [1, 64, 4096, 14336, 28672, active_inputs.MOST])
 def test_blocks_have_a_thread_for_every_value(columns, blocks):
-    found = active_inputs.sizes(columns, blocks)
-    held = blocks * 32 * found["WARPS"] * 8 * found["VECTORS"]
-    assert 1 <= found["WARPS"] <= 32 and held >= columns
-    assert columns < 4096 or held < 1.3 * columns
+    sizes = active_inputs.sizes(columns, blocks)
+    values = blocks * 32 * sizes["WARPS"] * 8 * sizes["VECTORS"]
+    assert 1 <= sizes["WARPS"] <= 32 and values >= columns
+    assert columns < 4096 or values < 1.3 * columns
 
 
 @nvcc.NEEDS_NVCC

@@ -123,8 +123,11 @@ CALLS = {
     "wna16_gemv": (write,),
     "w2a2_gemv": (write_two_bit,),
 }
-EVERY = [(name, make) for name, makers in CALLS.items() for make in makers]
-TENSORS = [(name, make, argument) for name, make in EVERY for argument in make("cpu")[1]]
+EVERY, TENSORS = [], []
+for kernel_name, makers in CALLS.items():
+    for maker in makers:
+        EVERY.append((kernel_name, maker))
+        TENSORS += [(kernel_name, maker, argument) for argument in maker("cpu")[1]]
 FREE = ("latent", "x"), ("write", "x")  # of any layout
 
 
@@ -136,9 +139,9 @@ def strided(tensor):
 def refused(name, call, inputs, *words):
     with pytest.raises(ValueError) as caught:
         call(**inputs)
-    said = str(caught.value)
-    assert said.startswith(f"{name}: ") and "\n" not in said, said
-    assert all(word in said for word in words), said
+    message = str(caught.value)
+    assert message.startswith(f"{name}: ") and "\n" not in message, message
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -205,9 +208,10 @@ def test_a_rank_that_lacks_a_part_of_its_compensator_is_refused():
     refused("row_parallel", call, inputs | {"scales": None}, "down has no scales")
     refused("row_parallel", call, inputs | {"x": inputs["x"][:, :-8].contiguous()}, "for a weight of 40 x 208")
     x, packed, down = row_parallel.make_inputs(row_parallel.CASES[0])["parts"][0]
-    for to, said in (([], "no memory"), ([torch.zeros(64)] * 2, "2 memories, one of float32, which has no marks")):
-        with pytest.raises(ValueError, match=f"^row_parallel: {said}"):
-            row_parallel.give(x, packed, down, inputs["scales"], to)
+    without_marks = [torch.zeros(64)] * 2
+    for memories, message in (([], "no memory"), (without_marks, "2 memories, one of float32, which has no marks")):
+        with pytest.raises(ValueError, match=f"^row_parallel: {message}"):
+            row_parallel.give(x, packed, down, inputs["scales"], memories)
     call, inputs = take("cpu")
     refused("row_parallel", call, inputs | {"scales": None}, "up has no scales")
     refused("row_parallel", call, inputs | {"up": None}, "gates without up")

@@ -40,10 +40,10 @@ def test_programs_fill_the_device_but_no_more_than_there_are_columns():
 def test_kernels_agree_with_the_references(case):
     inputs = kernel.make_inputs(case, "cuda")
     x, y, made = inputs["x"], inputs["y"], inputs["made"]
-    want = kernel.latent_reference(x, made)
-    got = kernel.latent(x, made)
-    assert float((got - want).norm() / want.norm()) < 1e-4
-    expected, rounding = y.clone(), torch.finfo(y.dtype).eps
-    kernel.add_reference(expected, got, made)
-    kernel.add(y, got, made)
-    torch.testing.assert_close(y, expected, rtol=2 * rounding, atol=1e-3)
+    want_latent = kernel.latent_reference(x, made)
+    latent = kernel.latent(x, made)
+    assert float((latent - want_latent).norm() / want_latent.norm()) < 1e-4
+    want_y, rounding = y.clone(), torch.finfo(y.dtype).eps
+    kernel.add_reference(want_y, latent, made)
+    kernel.add(y, latent, made)
+    torch.testing.assert_close(y, want_y, rtol=2 * rounding, atol=1e-3)

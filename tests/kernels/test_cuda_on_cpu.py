@@ -68,17 +68,17 @@ def test_floats_are_rounded_as_torch_rounds_them(launch, name, dtype):
 
 
 def test_threads_of_a_block_meet_at_a_barrier(launch):
-    given, reversed_ = torch.arange(64.0), torch.empty(64)
-    launch("reverse_of_a_block", 1, 64, given, reversed_)
-    assert torch.equal(reversed_, given.flip(0))
+    values, reversed_ = torch.arange(64.0), torch.empty(64)
+    launch("reverse_of_a_block", 1, 64, values, reversed_)
+    assert torch.equal(reversed_, values.flip(0))
 
 
 def test_copies_land_when_they_are_waited_for(launch):
     """Before that a kernel that reads them finds NaN."""
-    given, seen = torch.arange(128.0), torch.zeros(2, 32)
-    launch("before_and_after_the_wait", 1, 32, given, seen)
-    assert seen[0].isnan().all()
-    assert torch.equal(seen[1], given[::4])
+    values, read = torch.arange(128.0), torch.zeros(2, 32)
+    launch("before_and_after_the_wait", 1, 32, values, read)
+    assert read[0].isnan().all()
+    assert torch.equal(read[1], values[::4])
 
 
 def test_every_block_knows_its_grid(launch):

@@ -52,9 +52,9 @@ def interpret_w8a8_gemm(case: dict) -> float:
     from repro.kernels import w8a8_gemm as kernel
 
     inputs = kernel.make_inputs(case)
-    found = [kernel.launch(*inputs, config, torch.float16) for config in (GEMM, GEMM | {"split": 2}, NARROW)]
-    assert torch.equal(found[0], found[1])
-    return max(relative_error(y, kernel.reference(*inputs)) for y in found)
+    outputs = [kernel.launch(*inputs, config, torch.float16) for config in (GEMM, GEMM | {"split": 2}, NARROW)]
+    assert torch.equal(outputs[0], outputs[1])
+    return max(relative_error(y, kernel.reference(*inputs)) for y in outputs)
 
 
 def interpret_joined(case: dict) -> float:
@@ -83,10 +83,14 @@ def interpret_operator(case: dict) -> float:
     from repro.bench.task import tensors
 
     kernel = kernel_list.load(case["name"])
-    got = kernel.make_inputs(case)
-    want = {n: v.clone() if torch.is_tensor(v) else v for n, v in got.items()}
-    pairs = [*zip(tensors(kernel.launch(**got)), tensors(kernel.reference(**want))), *zip(tensors(got), tensors(want))]
-    return max(relative_error(a, b) / torch.finfo(getattr(torch, case["dtype"])).eps for a, b in pairs if b.any())
+    inputs = kernel.make_inputs(case)
+    copies = {}
+    for name, value in inputs.items():
+        copies[name] = value.clone() if torch.is_tensor(value) else value
+    outputs, references = tensors(kernel.launch(**inputs)), tensors(kernel.reference(**copies))
+    pairs = [*zip(outputs, references), *zip(tensors(inputs), tensors(copies))]
+    rounding = torch.finfo(getattr(torch, case["dtype"])).eps
+    return max(relative_error(output, want) / rounding for output, want in pairs if want.any())
 
 
 def interpret_attention(case: dict) -> float:
@@ -106,9 +110,9 @@ def interpret_attention(case: dict) -> float:
         inputs["keys"][row, :, used:] = inputs["values"][row, :, used:] = float("nan")
     group = triton.next_power_of_2(case["Hq"] // case["Hk"])
     for tokens, split in ((1, 1), (2, 3), (8, 2)):
-        got = kernel.launch(**inputs, tiling=(group, tokens, split))
-        assert torch.equal(got == 0, y == 0)
-        errors.append(relative_error(got, y) / (torch.finfo(y.dtype).eps + 5e-7))
+        output = kernel.launch(**inputs, tiling=(group, tokens, split))
+        assert torch.equal(output == 0, y == 0)
+        errors.append(relative_error(output, y) / (torch.finfo(y.dtype).eps + 5e-7))
     inputs["keys"][0, :, 0] = float("nan")
     broken = kernel.launch(**inputs, tiling=(group, 2, 2)).isnan()
     assert torch.equal(broken, ((inputs["rows"] == 0) & (inputs["lengths"] > 0))[:, None, None].expand_as(broken))
@@ -179,12 +183,12 @@ def interpret_pple(case: dict) -> float:
     logits[2, [3, case["V"] - 1]] = 4.0
     logits[3, 5] = 1e4
     logits[4, -1], logits[5, 0] = float("nan"), float("inf")
-    (found, tokens), (want, greedy) = kernel.launch(logits), kernel.reference(logits)
+    (values, tokens), (want, greedy) = kernel.launch(logits), kernel.reference(logits)
     assert torch.equal(tokens, greedy) and greedy[[1, 2, 3]].tolist() == [0, 3, 5] and want[9] == 1
     known = torch.tensor([case["V"], 2.0, 1.0])
-    assert want[4:6].isnan().all() and found[4:6].isnan().all() and torch.allclose(want[1:4], known, rtol=1e-4)
+    assert want[4:6].isnan().all() and values[4:6].isnan().all() and torch.allclose(want[1:4], known, rtol=1e-4)
     finite = want.isfinite()
-    return float(((found - want)[finite] / want[finite]).abs().max())
+    return float(((values - want)[finite] / want[finite]).abs().max())
 
 
 def interpret_active_inputs(case: dict) -> float:
@@ -205,7 +209,7 @@ def interpret_quantize_2bit(case: dict) -> float:
 
     inputs = kernel.make_inputs(case)
     pairs = zip(kernel.launch(**inputs), kernel.reference(**inputs), strict=True)
-    return sum(int((got.view(torch.int32) != want.view(torch.int32)).sum()) for got, want in pairs)
+    return sum(int((output.view(torch.int32) != want.view(torch.int32)).sum()) for output, want in pairs)
 
 
 def interpret_dense_gemv(case: dict) -> float:
@@ -228,10 +232,10 @@ def interpret_q4_k(case: dict) -> float:
     want = kernel.reference(**inputs)
     for config in configs:
         for ordered in (True, False) if "ordered" in inputs else (None,):
-            given = inputs if ordered is None else inputs | {"ordered": ordered}
-            got = [kernel.launch(**given, config=config) for _ in range(2)]
-            assert torch.equal(*got)  # also without an order: programs of the interpreter run one after the other
-            errors.append(relative_error(got[0], want))
+            arguments = inputs if ordered is None else inputs | {"ordered": ordered}
+            outputs = [kernel.launch(**arguments, config=config) for _ in range(2)]
+            assert torch.equal(*outputs)  # also without an order: programs of the interpreter run one after the other
+            errors.append(relative_error(outputs[0], want))
     return max(errors)
 
 
@@ -245,15 +249,15 @@ def interpret_compensate(case: dict) -> float:
     inputs = kernel.make_inputs(case)
     x, y, made = inputs["x"], inputs["y"], inputs["made"]
     latent = kernel.latent_reference(x, made)
-    got, want = y.clone(), y.clone()
-    kernel.launch_add(got, latent, made)
-    kernel.add_reference(want, latent, made)
+    y_added, y_reference = y.clone(), y.clone()
+    kernel.launch_add(y_added, latent, made)
+    kernel.add_reference(y_reference, latent, made)
     covered = torch.zeros(y.shape[1], dtype=torch.bool)
     for first, end in zip(made.spans[::2], made.spans[1::2]):
         covered[first:end] = True
-    assert torch.equal(got[:, ~covered], y[:, ~covered]) and not torch.equal(got, y)
+    assert torch.equal(y_added[:, ~covered], y[:, ~covered]) and not torch.equal(y_added, y)
     error_of_latent = relative_error(kernel.launch_latent(x, made), latent)
-    error_of_sum = relative_error(got, want)
+    error_of_sum = relative_error(y_added, y_reference)
     error_of_both = relative_error(kernel.launch(**inputs), kernel.reference(**inputs))
     return max(error_of_latent / 1e-5, error_of_sum / 2**-10, error_of_both / 2**-10)
 
@@ -625,4 +629,7 @@ def test_it_compiles_ahead_of_time(variant, capability, tmp_path, monkeypatch):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({name: [run(case) for case in cases] for name, (run, cases, _) in INTERPRETED.items()}))
+    errors_of = {}
+    for name, (run, cases, _) in INTERPRETED.items():
+        errors_of[name] = [run(case) for case in cases]
+    print(json.dumps(errors_of))

@@ -75,11 +75,9 @@ def test_every_launch_has_its_arguments_and_all_one_stream(current):
         (head, tail), at_x, at_y = driver.launched, x.data_ptr(), y.data_ptr()
         assert head[:3] == ("head", stream, [at_x, at_y, -3, 2**31 - 1])
         assert tail[:3] == ("tail", stream, [at_x + 8, 4, at_y + 16, at_y])
-    sizes = [f"{what}Dim{axis}" for what in ("grid", "block") for axis in "XYZ"] + ["sharedMemBytes"]
-    assert [[each[3][size] for size in sizes] for each in (head, tail)] == [
-        [5, 2, 1, 128, 1, 1, 96],
-        [7, 1, 1, 64, 1, 1, 0],
-    ]
+    sizes = ["gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes"]
+    assert [head[3][size] for size in sizes] == [5, 2, 1, 128, 1, 1, 96]
+    assert [tail[3][size] for size in sizes] == [7, 1, 1, 64, 1, 1, 0]
     assert "attrs" not in head[3] and tail[3]["numAttrs"] == 1
     (attribute,) = tail[3]["attrs"]
     assert attribute.id == 6 and attribute.value.programmaticStreamSerializationAllowed == 1
@@ -225,7 +223,7 @@ class Kernel:
         self.launched = []
 
     def __getitem__(self, grid):
-        return lambda *given, **constants: self.launched.append(given) or self.compiled
+        return lambda *arguments, **constants: self.launched.append(arguments) or self.compiled
 
 
 QUANTIZE = {"x": "*bf16", "q": "*i8", "s": "constexpr", "K": "i32", "BLOCK": "constexpr"}
@@ -349,10 +347,10 @@ def test_a_thread_of_its_own_launches_what_another_prepared():
 
     x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
     weight = w8a8.quantize_weight(torch.randn(512, 1024, device="cuda"))
-    want, got = w8a8.w8a8(x, *weight), []
+    want, outputs = w8a8.w8a8(x, *weight), []
     w8a8.w8a8(x, *weight)
-    thread = threading.Thread(target=lambda: got.append(w8a8.w8a8(x, *weight)))
+    thread = threading.Thread(target=lambda: outputs.append(w8a8.w8a8(x, *weight)))
     thread.start()
     thread.join()
     torch.cuda.synchronize()
-    assert torch.equal(got[0], want)
+    assert torch.equal(outputs[0], want)

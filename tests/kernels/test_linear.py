@@ -27,11 +27,11 @@ def recorded(monkeypatch):
 
 
 def test_a_choice_is_looked_up_once(recorded, monkeypatch):
-    monkeypatch.setattr(linear, "path_of", lambda *arguments: asked.append(arguments) or "decode")
-    asked = []
+    monkeypatch.setattr(linear, "path_of", lambda *arguments: calls.append(arguments) or "decode")
+    calls = []
     for tokens in (1, 1, 2, 1):
         assert linear.known_path(tokens, 48, 256, 4, torch.device("cpu"), torch.float16) == "decode"
-    assert [each[0] for each in asked] == [1, 2]
+    assert [each[0] for each in calls] == [1, 2]
 
 
 def test_path_follows_the_recorded_crossover(recorded):
@@ -123,9 +123,9 @@ def test_a_dense_weight_is_that_of_its_call(monkeypatch, recorded):
     x, packed = inputs(6)
     other = random_weight(48, 256, 4, 64, seed=5)
     launch = linear.prepare(x, *weight(packed))
-    for given in (packed, other):
-        y = launch(x, given.codes, given.scale_zero)
-        assert error(y, w4a16_gemm.reference(x, given)) < 1e-3
+    for called_with in (packed, other):
+        y = launch(x, called_with.codes, called_with.scale_zero)
+        assert error(y, w4a16_gemm.reference(x, called_with)) < 1e-3
 
 
 def test_a_tensor_map_is_of_the_tokens_of_its_launch(monkeypatch):
@@ -307,7 +307,8 @@ def launched(monkeypatch):
 
 def test_bare_shapes_are_warmed_in_the_form_that_is_named(launched):
     warm.warm([(48, 256), (48, 256), (32, 128)], (1, 20), device="cpu")
-    assert launched == [(*shape, 4, 128, False, count) for shape in ((48, 256), (32, 128)) for count in (1, 20)]
+    form = (4, 128, False)
+    assert launched == [(48, 256, *form, 1), (48, 256, *form, 20), (32, 128, *form, 1), (32, 128, *form, 20)]
     launched.clear()
     for form in ("w8a8", "w8-pc", "w2-g64-sym"):
         warm.warm([(48, 256)], (3,), form=form, device="cpu")

@@ -109,9 +109,9 @@ def other_devices(device):
 def refused(name, inputs, argument, *words):
     with pytest.raises(ValueError) as caught:
         overload(name)(**inputs)
-    said = str(caught.value)
-    assert said.startswith(f"{name}: ") and "\n" not in said, said
-    assert argument in said and all(word in said for word in words), said
+    message = str(caught.value)
+    assert message.startswith(f"{name}: ") and "\n" not in message, message
+    assert argument in message and all(word in message for word in words), message
 
 
 def test_the_table_has_every_operator():
@@ -221,8 +221,8 @@ def test_a_tensor_off_its_alignment_is_refused_or_computed_right(name, argument,
     if in_words or (name, argument) in vectors:
         refused(name, moved, argument, f"multiple of {VECTOR} bytes", "4 off")
         return
-    for got, want in zip(called(name, moved), called(name, inputs)):
-        torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3, equal_nan=True)
+    for output, want in zip(called(name, moved), called(name, inputs)):
+        torch.testing.assert_close(output, want, rtol=4e-3, atol=4e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -239,7 +239,7 @@ def test_what_is_behind_a_lists_count_is_not_compared(name, monkeypatch):
         return *others, active
 
     monkeypatch.setitem(globals(), "overload", lambda _: unordered)
-    assert all(torch.equal(got, one) for got, one in zip(called(name, inputs), want, strict=True))
+    assert all(torch.equal(output, reference) for output, reference in zip(called(name, inputs), want, strict=True))
 
 
 LIMITS = [  # an operator, what is changed, and what is said: more tokens than it takes, or numbers that do not fit
@@ -329,9 +329,9 @@ def test_layers_compile_into_one_graph_at_every_number_of_tokens(device):
 
     for count in (1, 2, 7, 8, 9, 16, 17, 40, 129, 300, 2048, 2049, 0):
         x, y = (torch.randn(count, k, device=device, dtype=torch.float16) for k in (256, 64))
-        got, want = both(x, y), (linear.wna16(x, packed) * 2, w8a8.w8a8(y, inputs["w_q"], inputs["s_w"]) + 1)
-        for a, b in zip(got, want):
-            torch.testing.assert_close(a, b, rtol=4e-3, atol=4e-3)
+        outputs, want = both(x, y), (linear.wna16(x, packed) * 2, w8a8.w8a8(y, inputs["w_q"], inputs["s_w"]) + 1)
+        for output, reference in zip(outputs, want):
+            torch.testing.assert_close(output, reference, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -349,10 +349,10 @@ def test_what_is_no_number_is_never_swallowed(bad, dtype, device):
             x = torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).to(device, dtype)
             want, token = layer(x), count // 2
             x[token, columns - 3] = bad
-            got = layer(x)
-            assert not got[token].isfinite().any() and (columns == 256 or got[token].isnan().all())
+            y = layer(x)
+            assert not y[token].isfinite().any() and (columns == 256 or y[token].isnan().all())
             others = torch.arange(count, device=device) != token
-            torch.testing.assert_close(got[others], want[others], rtol=4e-3, atol=4e-3)
+            torch.testing.assert_close(y[others], want[others], rtol=4e-3, atol=4e-3)
     _, scales = torch.ops.lowbit.quantize_activation(torch.tensor([[1.0, bad], [1.0, 2.0]], dtype=dtype, device=device))
     assert scales[0].isnan() and scales[1] == torch.tensor(2.0) / 127
 
@@ -360,8 +360,8 @@ def test_what_is_no_number_is_never_swallowed(bad, dtype, device):
 def test_sizes_that_share_a_name_are_equal_and_digits_are_that_size():
     def signature(a, b): ...
 
-    places = {"a": Argument((torch.float32,), "T 4"), "b": Argument("a", "T ...")}
-    check = operators.checker("it", operators.inspect.signature(signature), places, None)
+    declared = {"a": Argument((torch.float32,), "T 4"), "b": Argument("a", "T ...")}
+    check = operators.checker("it", operators.inspect.signature(signature), declared, None)
     check((torch.ones(3, 4), torch.ones(3, 5, 6)))
     with pytest.raises(ValueError, match=r"^it: b must be .* \[T = 3, ...\] on cpu, not a float32 tensor \[2, 5\]"):
         check((torch.ones(3, 4), torch.ones(2, 5)))

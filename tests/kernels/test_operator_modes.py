@@ -141,8 +141,8 @@ def test_autocast_changes_no_result(device, dtype, other):
             x = activations(count, device, dtype)
             want = layer(x)
             with torch.autocast(device, dtype=other):
-                got = layer(x)
-            assert got.dtype == dtype and torch.equal(got, want)
+                y = layer(x)
+            assert y.dtype == dtype and torch.equal(y, want)
 
 
 @pytest.mark.parametrize("other", [torch.float16, torch.bfloat16])
@@ -150,9 +150,9 @@ def test_the_librarys_product_on_a_dense_weight_is_none_of_autocasts(other):
     x, dense = activations(5, "cpu", torch.bfloat16), activations(24, "cpu", torch.bfloat16).T
     want = torch.mm(x, dense)
     with torch.autocast("cpu", dtype=other):
-        got = linear.product(x, dense)
+        y = linear.product(x, dense)
         assert torch.is_autocast_enabled("cpu")
-    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, want)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fake_device import Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relative_error import relative_error
 from transformers import LlamaConfig
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.models.llama import modeling_llama as llama
@@ -193,11 +194,11 @@ def test_philox_gives_the_published_words():
 
 def test_noise_is_a_function_of_seed_position_and_token():
     seeds, positions = torch.tensor([5, 5, 6, 5 + (1 << 32)]), torch.tensor([9, 9 + (1 << 32), 9, 9])
-    found = noise.words(seeds, positions, 1002)
-    assert len(found.unique()) > 4000  # of 4008: rows differ
-    assert torch.equal(found[:1, :77], noise.words(seeds[:1], positions[:1], 77))
+    words = noise.words(seeds, positions, 1002)
+    assert len(words.unique()) > 4000  # of 4008: rows differ
+    assert torch.equal(words[:1, :77], noise.words(seeds[:1], positions[:1], 77))
     four = noise.philox(seeds[:1], (torch.tensor([250]), *(torch.tensor([c]) for c in (0, 9, 0))))
-    assert found[0, 1000:].tolist() == [int(word) for word in four[:2]]
+    assert words[0, 1000:].tolist() == [int(word) for word in four[:2]]
 
 
 def test_weights_and_exponentials_are_accurate_and_normal_numbers():
@@ -235,7 +236,10 @@ def test_kept_tokens_are_those_of_the_definition(values, k, p):
     w = noise.weight(logits - logits.amax())
     kept = sample.kept(logits, w, torch.tensor([k], dtype=torch.int32), torch.tensor([p]))[0].tolist()
     mass = [int(x) for x in w[0].double() * 2**43]
-    by_k = [k <= 0 or sum(other > value for other in values) < k for value in values]
+    by_k = []
+    for value in values:
+        larger = sum(other > value for other in values)
+        by_k.append(k <= 0 or larger < k)
     total = sum(m for m, stays in zip(mass, by_k) if stays)
     want = []
     for value, stays in zip(values, by_k):
@@ -328,10 +332,10 @@ def test_wrong_arguments_are_refused_by_name(name, argument, change, message):
 def test_tensors_on_two_devices_are_refused():
     def signature(x, weight): ...
 
-    places = {"x": Argument((torch.float32,), "T H"), "weight": Argument("x", "H")}
-    check = checker("it", inspect.signature(signature), places, None)
-    said = r"^it: weight must be .* \[H = 3\] on cpu, not a float32 tensor \[3\] on meta"
-    with pytest.raises(ValueError, match=said):
+    declared = {"x": Argument((torch.float32,), "T H"), "weight": Argument("x", "H")}
+    check = checker("it", inspect.signature(signature), declared, None)
+    message = r"^it: weight must be .* \[H = 3\] on cpu, not a float32 tensor \[3\] on meta"
+    with pytest.raises(ValueError, match=message):
         check((torch.ones(2, 3), torch.ones(3, device="meta")))
 
 
@@ -369,8 +373,8 @@ def test_tasks_of_ours_and_of_eager_peers_are_sound(name):
     case = PAGES[name].CASES[0] | ({"padding": 0} if name == "rope_append" else {})
     for provider in (name, *(peer for peer in operator_tasks.OPERATORS[name] if peer != "torch.compile")):
         task = operator_tasks.task(name, case, provider, "cpu")
-        (found,) = timing.measure([task], Host(), timing.WARM, rounds=3)
-        assert found.nbytes == BYTES[name] and found.facts["provider"] == provider
+        (result,) = timing.measure([task], Host(), timing.WARM, rounds=3)
+        assert result.nbytes == BYTES[name] and result.facts["provider"] == provider
 
 
 def test_a_peer_without_padding_says_so():
@@ -386,13 +390,19 @@ def test_kernels_on_a_gpu(name, case):
     module = PAGES[name]
     for dtype in FLOATS if name != "attention" or case["context"] < 100 else [getattr(torch, case["dtype"])]:
         inputs = module.make_inputs(case | {"dtype": typed(dtype)})
-        there = [{n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()} for _ in range(2)]
-        got = [[*operator_tasks.tensors(module.launch(**one)), *written(one)] for one in there]
-        assert all(torch.equal(a, b) for a, b in zip(*got))
+        first, again = (results_on_gpu(module, inputs) for _ in range(2))
+        assert all(torch.equal(*pair) for pair in zip(first, again))
         want = [*operator_tasks.tensors(module.reference(**inputs)), *written(inputs)]
-        for a, b in zip(got[0], want):
-            error = ((a.cpu().double() - b.double()).norm() / b.double().norm()).item()
-            assert error <= operator_tasks.tolerance(name, dtype)
+        for result, reference in zip(first, want):
+            assert relative_error(result.cpu(), reference) <= operator_tasks.tolerance(name, dtype)
+
+
+def results_on_gpu(module, inputs):
+    """What a launch returns and what it writes to."""
+    copies = {}
+    for name, value in inputs.items():
+        copies[name] = value.cuda() if isinstance(value, torch.Tensor) else value
+    return [*operator_tasks.tensors(module.launch(**copies)), *written(copies)]
 
 
 def written(inputs):

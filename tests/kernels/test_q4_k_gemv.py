@@ -64,10 +64,10 @@ def test_sources_on_the_cpu(name, case, changes, monkeypatch):
     """Copies and their waits, places of codes, scales and minima, ragged ends, sums of programs; same bits twice."""
     module, inputs = made(name, case)
     config = (ROWS if name == "q4_k_gemv" else BANDS) | changes
-    got = [emulate(monkeypatch, name, inputs, config) for _ in range(2)]
-    assert torch.equal(*got) and got[0].dtype == inputs["x"].dtype
+    outputs = [emulate(monkeypatch, name, inputs, config) for _ in range(2)]
+    assert torch.equal(*outputs) and outputs[0].dtype == inputs["x"].dtype
     rounding = torch.finfo(inputs["x"].dtype).eps / 2
-    assert off(got[0], in_double(module, inputs)) < FP16 + rounding
+    assert off(outputs[0], in_double(module, inputs)) < FP16 + rounding
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -79,8 +79,8 @@ def test_inputs_that_float16_cannot_hold(name, config, monkeypatch):
     for scale in (1e-30, 1e30):
         grown = x * scale * torch.logspace(-4, 2, x.shape[1]).to(x.dtype)
         grown[0, :100] = 0
-        given = inputs | {"x": grown}
-        assert off(emulate(monkeypatch, name, given, config), in_double(module, given)) < FP16 + 2**-8
+        large = inputs | {"x": grown}
+        assert off(emulate(monkeypatch, name, large, config), in_double(module, large)) < FP16 + 2**-8
     assert not emulate(monkeypatch, name, inputs | {"x": x * 0}, config).any()
     spoiled = x.clone()
     spoiled[0, 300] = torch.nan
@@ -118,21 +118,25 @@ def test_posted_sums_are_taken_away(monkeypatch):
     module, inputs = made("zigzag_gemv", {"N": 40, "K": 97, "dtype": "bfloat16"})
     config = BANDS | {"n2": 1, "posts": True}
     for factor in (1, 0, 2):
-        given = inputs | {"x": inputs["x"] * factor}
-        want = in_double(module, given)
-        assert (emulate(monkeypatch, "zigzag_gemv", given, config) - want).norm() <= 4e-3 * want.norm()
+        scaled = inputs | {"x": inputs["x"] * factor}
+        want = in_double(module, scaled)
+        assert (emulate(monkeypatch, "zigzag_gemv", scaled, config) - want).norm() <= 4e-3 * want.norm()
 
 
 def test_programs_that_do_not_fit_post_nothing(monkeypatch):
     """They would wait for programs that wait for their place."""
     _, inputs = made("zigzag_gemv", {"N": 600, "K": 97, "dtype": "bfloat16"})
-    asked = []
-    load_it = lambda path, name, macros, *rest: asked.append(macros["PROGRAMS"]) or (lambda *arguments: None)  # noqa: E731
-    monkeypatch.setattr(nvrtc, "load", load_it)
+    programs = []
+
+    def load(path, name, macros, *rest):
+        programs.append(macros["PROGRAMS"])
+        return lambda *arguments: None
+
+    monkeypatch.setattr(nvrtc, "load", load)
     for processors in (8, 9):
         monkeypatch.setattr(zigzag_gemv, "processors", lambda device, count=processors: count)
         zigzag_gemv.launch(**inputs, config=BANDS | {"posts": True})
-    assert asked == [1, 3]
+    assert programs == [1, 3]
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -206,9 +210,9 @@ def test_sources_on_a_gpu(name):
         inputs = module.make_inputs(case, "cuda")
         want = module.reference(**inputs).double()
         for config in (None, *module.SPACE[:: max(1, len(module.SPACE) // 12)]):
-            got = [module.launch(**inputs, config=config) for _ in range(3)]
+            outputs = [module.launch(**inputs, config=config) for _ in range(3)]
             if inputs.get("ordered", True):
-                assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
-            for one in got:
-                error = (one.double() - want).norm() / want.norm()
+                assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+            for output in outputs:
+                error = (output.double() - want).norm() / want.norm()
                 assert error <= operator_tasks.tolerance(name, getattr(torch, case["dtype"])), (case, config)

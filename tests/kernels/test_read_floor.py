@@ -54,12 +54,12 @@ def test_a_rate_is_that_of_a_size_near_the_bytes_of_a_step():
 
 def test_mbu_of_known_times(monkeypatch):
     """6 GB a step in 2 ms are 3 TB/s: three quarters of a device that reads 4. The median step counts."""
-    asked = []
-    monkeypatch.setattr(output, "read_rate", lambda device, nbytes: asked.append(nbytes) or 4e12)
-    found = output.measured(CPU, 0.1, [2e-3, 1e-3, 2e-3, 9e-3, 2e-3], 5, 6e9, new_tokens=6)
-    assert found.mbu == pytest.approx(0.75) and asked == [6e9]
-    assert (found.step_bytes, found.read_rate, found.ms_p50) == pytest.approx((6e9, 4e12, 2.0))
-    assert "MBU 0.75 (6,000.0 MB a step over its time over a read rate of 4,000.0 GB/s)" in str(found)
+    sizes = []
+    monkeypatch.setattr(output, "read_rate", lambda device, nbytes: sizes.append(nbytes) or 4e12)
+    stats = output.measured(CPU, 0.1, [2e-3, 1e-3, 2e-3, 9e-3, 2e-3], 5, 6e9, new_tokens=6)
+    assert stats.mbu == pytest.approx(0.75) and sizes == [6e9]
+    assert (stats.step_bytes, stats.read_rate, stats.ms_p50) == pytest.approx((6e9, 4e12, 2.0))
+    assert "MBU 0.75 (6,000.0 MB a step over its time over a read rate of 4,000.0 GB/s)" in str(stats)
     assert math.isnan(output.measured(CPU, 0.1, [], 0, 6e9).mbu)
 
 
@@ -74,10 +74,10 @@ def test_what_was_not_measured_is_not_shown_as_a_number(kind, monkeypatch):
 
 
 def test_no_step_reads_faster_than_the_device():
-    found = Stats(step_bytes=6e9, read_rate=2.9e12, ms_p50=2.0)
-    for show in (str, lambda stats: stats.mbu):
+    stats = Stats(step_bytes=6e9, read_rate=2.9e12, ms_p50=2.0)
+    for show in (str, lambda each: each.mbu):
         with pytest.raises(UserError, match=r"^MBU 1.03: 6,000.0 MB .* 3,000.0 GB/s, above the 2,900.0 GB/s at which"):
-            show(found)
+            show(stats)
     assert Stats(step_bytes=6e9, read_rate=3e12, ms_p50=2.0).mbu == 1.0
 
 

@@ -78,7 +78,7 @@ def test_what_is_larger_is_not_kept(current, size, kept):
 
 def test_threads_that_come_first_together_share_one_memory(current):
     """Only one has it, and none is made twice."""
-    start, found, made = threading.Barrier(8), [], []
+    start, taken, made = threading.Barrier(8), [], []
 
     class Like:
         get_device = staticmethod(lambda: HERE)
@@ -92,7 +92,7 @@ def test_threads_that_come_first_together_share_one_memory(current):
 
     def call(memory):
         start.wait()
-        found.append(memory.take(Like()))
+        taken.append(memory.take(Like()))
 
     threads = [threading.Thread(target=call, args=(memory,)) for memory in memories]
     for thread in threads:
@@ -100,7 +100,7 @@ def test_threads_that_come_first_together_share_one_memory(current):
     for thread in threads:
         thread.join()
     assert (
-        made == [(MOST_KEPT,)] and sum(map(is_kept, found)) == 1 and len({tensor.data_ptr() for tensor in found}) == 8
+        made == [(MOST_KEPT,)] and sum(map(is_kept, taken)) == 1 and len({tensor.data_ptr() for tensor in taken}) == 8
     )
 
 
@@ -183,15 +183,15 @@ def test_calls_beside_each_other_on_a_gpu():
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         captured = [call() for call in calls]
-    found = []
+    runs = []
     for _ in range(20):
         with torch.cuda.stream(side):
             graph.replay()
-        found.append([call() for call in calls])
+        runs.append([call() for call in calls])
     with torch.cuda.stream(side):
-        found += [[call() for call in calls] for _ in range(20)]
-        found.append(captured)
+        runs += [[call() for call in calls] for _ in range(20)]
+        runs.append(captured)
     torch.cuda.synchronize()
     assert x.get_device() in prepared.KEPT
-    for got in found:
-        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    for outputs in runs:
+        assert all(torch.equal(one, other) for one, other in zip(outputs, want, strict=True))

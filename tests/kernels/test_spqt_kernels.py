@@ -124,11 +124,13 @@ def test_an_input_that_is_no_number_is_listed_and_reaches_every_output():
 
 def test_scratch_memory_that_a_graph_holds_is_never_replaced(monkeypatch):
     monkeypatch.setattr(planes, "SCRATCH", {})
-    given = "it", torch.int32, torch.device("cpu")
-    small_one = planes.scratch(given[0], 5, *given[1:])
-    large = planes.scratch(given[0], 9, *given[1:])
+
+    def scratch(values):
+        return planes.scratch("it", values, torch.int32, torch.device("cpu"))
+
+    small_one, large = scratch(5), scratch(9)
     assert small_one.numel() >= 5 and large.numel() >= 9 and not large.any()
-    assert planes.scratch(given[0], 7, *given[1:]) is small_one and planes.scratch(given[0], 16, *given[1:]) is large
+    assert scratch(7) is small_one and scratch(16) is large
 
 
 def test_a_list_of_nothing_gives_zeros():
@@ -169,8 +171,8 @@ def test_a_producer_lists_its_own_output(name):
     inputs = small(name)
     *vectors, active = op(name)(**inputs)
     alone = op(name.removesuffix("_active"))(**{key: v for key, v in inputs.items() if key != "threshold"})
-    for got, want in zip(vectors, alone if isinstance(alone, tuple) else (alone,), strict=True):
-        assert torch.equal(got, want)
+    for output, want in zip(vectors, alone if isinstance(alone, tuple) else (alone,), strict=True):
+        assert torch.equal(output, want)
     assert torch.equal(active, op("active_inputs")(vectors[0], inputs["threshold"]))
 
 
@@ -189,16 +191,18 @@ def test_kernels_on_a_gpu(name, case):
     """Against the reference; three times, with the same bits where the order is fixed."""
     module = load(name)
     inputs = module.make_inputs(case, "cuda")
-    want, got = module.reference(**inputs), [module.launch(**inputs) for _ in range(3)]
+    want, outputs = module.reference(**inputs), [module.launch(**inputs) for _ in range(3)]
     ordered = inputs.get("ordered", True)
     if name == "active_inputs":
-        assert all(torch.equal(one if ordered else lists.in_order(one), want) for one in got)
+        for active in outputs:
+            assert torch.equal(active if ordered else lists.in_order(active), want)
         return
     if name in PRODUCERS:
-        for one in got:
-            assert torch.equal(one[-1], lists.reference(one[0], inputs["threshold"]))
-        got, want = [one[0] for one in got], want[0]
-    assert not ordered or (torch.equal(got[0], got[1]) and torch.equal(got[0], got[2]))
+        for y, *_, active in outputs:
+            assert torch.equal(active, lists.reference(y, inputs["threshold"]))
+        outputs, want = [y for y, *_ in outputs], want[0]
+    if ordered:
+        assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     bound = operator_tasks.tolerance(name, getattr(torch, case["dtype"]))
-    for one in got:
-        assert (one.double() - want.double()).norm() <= bound * want.double().norm()
+    for y in outputs:
+        assert (y.double() - want.double()).norm() <= bound * want.double().norm()

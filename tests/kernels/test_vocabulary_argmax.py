@@ -58,10 +58,10 @@ def odd_rows():
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_sources_give_to_every_rank_and_take_on_the_cpu(case, emulated):
     inputs = kernel.make_inputs(case)
-    got = kernel.launch(**inputs)
+    chosen = kernel.launch(**inputs)
     want = kernel.reference(**inputs)
-    assert len(got) == len(want) == (1 if case["collected"] else case["ranks"])
-    for tokens, right in zip(got, want):
+    assert len(chosen) == len(want) == (1 if case["collected"] else case["ranks"])
+    for tokens, right in zip(chosen, want):
         assert tokens.dtype == torch.int64 and torch.equal(tokens, right)
 
 

@@ -234,9 +234,11 @@ def test_layers_with_columns_of_their_own_are_one_launch(config, on_cpu):
     parts = [form.make_weight({"N": n, "K": 1120, "seed": n}) for n in layers]
     indices = [(torch.arange(1120) * (1001 - n) // 1120 + (torch.arange(1120) >= 1110) * n).int() for n in layers]
     wanted = [w2a2_gemv.reference(x.double(), **part, index=index) for part, index in zip(parts, indices)]
-    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    given = {"x": x, **joined, "index": torch.cat(indices), "layers": layers}
-    assert relative_error(on_cpu(w2a2_gemv, given, config), torch.cat(wanted, 1)) < 1e-6
+    joined = {}
+    for name in parts[0]:
+        joined[name] = torch.cat([part[name] for part in parts])
+    inputs = {"x": x, **joined, "index": torch.cat(indices), "layers": layers}
+    assert relative_error(on_cpu(w2a2_gemv, inputs, config), torch.cat(wanted, 1)) < 1e-6
 
 
 def test_blocks_are_shared_out_so_that_the_longest_is_short():
@@ -256,10 +258,10 @@ def test_the_source_s_codes_are_the_nearest_also_at_halves(dtype, on_cpu):
     low, high = x[:, :2].amin(1).clamp(max=0), x[:, :2].amax(1).clamp(min=0)
     step = (high.float() - low.float()) / 3
     bits = torch.int32 if dtype == torch.float32 else torch.int16
-    for place in range(2, 32):
+    for column in range(2, 32):
         border = (torch.arange(64) % 6 - 2.5) * step
-        beside = (border.to(dtype).view(bits) + place % 5 - 2).view(dtype)  # up to two numbers of the type away
-        x[:, place] = beside.clamp(min=low, max=high)
+        beside = (border.to(dtype).view(bits) + column % 5 - 2).view(dtype)  # up to two numbers of the type away
+        x[:, column] = beside.clamp(min=low, max=high)
     codes, scales, zeros = quantize_2bit.reference(x)
     one_hot = torch.eye(32, dtype=torch.uint8).repeat(1, 64)  # row n picks column n of every group
     ones = torch.ones(32, 64)
@@ -270,8 +272,8 @@ def test_the_source_s_codes_are_the_nearest_also_at_halves(dtype, on_cpu):
         for token in range(4):
             at = first + token
             alone[token, 32 * at : 32 * at + 32] = x[at]
-        got = on_cpu(w2a2_gemv, {"x": alone} | weight, (4, 2, 1, True))
-        torch.testing.assert_close(got, wanted[first : first + 4, 0].to(dtype), rtol=1e-6, atol=0)
+        y = on_cpu(w2a2_gemv, {"x": alone} | weight, (4, 2, 1, True))
+        torch.testing.assert_close(y, wanted[first : first + 4, 0].to(dtype), rtol=1e-6, atol=0)
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -300,8 +302,8 @@ def test_every_shape_has_a_configuration():
 def test_the_heuristic_knows_the_device_s_sms(monkeypatch):
     monkeypatch.setattr(w2a2_gemv, "bulk_unsupported", lambda device: None)
     monkeypatch.setattr(w2a2_gemv, "processors", lambda device: 56)
-    found = w2a2_gemv.configuration("w2a2_gemv", 1, 1024, 4096, "cpu")
-    assert found == w2a2_gemv.heuristic(False, 1, 1024, 4096, processors=56)
+    config = w2a2_gemv.configuration("w2a2_gemv", 1, 1024, 4096, "cpu")
+    assert config == w2a2_gemv.heuristic(False, 1, 1024, 4096, processors=56)
 
 
 @pytest.mark.gpu

@@ -172,9 +172,9 @@ def test_operators_are_sound_for_compile_and_graphs():
 @pytest.mark.parametrize("n, k", [(7, 16), (1003, 2064), (5120, 13824), (28672, 8192)])
 def test_every_weight_belongs_to_one_piece(config, n, k):
     how = w8a8_gemv.plan(1, n, k, torch.float16, config, 132)
-    cluster, places = config["cluster"], how.grid // config["cluster"]
-    assert how.grid % cluster == 0 and 1 <= places <= n and how.grid <= 132
-    assert how.rows % 8 == 0 and (places - 1) * how.rows < n + 8 * places <= places * (how.rows + 8)
+    cluster, clusters = config["cluster"], how.grid // config["cluster"]
+    assert how.grid % cluster == 0 and 1 <= clusters <= n and how.grid <= 132
+    assert how.rows % 8 == 0 and (clusters - 1) * how.rows < n + 8 * clusters <= clusters * (how.rows + 8)
     assert how.columns % 128 == 0 and how.columns * cluster >= k
     assert how.macros["PARTS"] * 256 * config["warps"] >= how.columns
 
@@ -193,10 +193,11 @@ def mma_m16n8k32(a, b, c):
         for register in range(4):
             out[row + 8 * (register // 2), 2 * part + register % 2] = c[lane][register]
     out += left @ right
-    return [
-        [out[lane // 4 + 8 * (register // 2), 2 * (lane % 4) + register % 2] for register in range(4)]
-        for lane in range(32)
-    ]
+    of_lanes = []
+    for lane in range(32):
+        row, part = lane // 4, lane % 4
+        of_lanes.append([out[row + 8 * (register // 2), 2 * part + register % 2] for register in range(4)])
+    return of_lanes
 
 
 def test_sixteen_consecutive_bytes_are_two_steps_of_the_matrix_unit():

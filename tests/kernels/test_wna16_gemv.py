@@ -289,13 +289,13 @@ def test_without_a_compiler_the_sentence_says_what_to_install(monkeypatch):
 
 def test_more_shared_memory_than_a_block_has(monkeypatch):
     """The source's own bytes count too, and the driver is not asked for what the device lacks."""
-    asked = []
+    requested = []
     driver = SimpleNamespace(
         cuModuleLoadData=lambda cubin: (0, cubin),
         cuModuleGetFunction=lambda module, name: (0, name),
         CUfunction_attribute=int,
         cuFuncGetAttribute=lambda attribute, function: (0, {nvrtc.FIXED_SHARED: 24}[attribute]),
-        cuFuncSetAttribute=lambda function, attribute, value: asked.append((attribute, value)) or (0,),
+        cuFuncSetAttribute=lambda function, attribute, value: requested.append((attribute, value)) or (0,),
     )
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     device = SimpleNamespace(shared_memory_per_block_optin=1000)
@@ -303,10 +303,10 @@ def test_more_shared_memory_than_a_block_has(monkeypatch):
     nvrtc.Function(b"", "gemv", 0, 976, {"WARPS": 4})
     with pytest.raises(ValueError, match=r"gemv with {'WARPS': 4} takes 1001 bytes .* a block here has 1000"):
         nvrtc.Function(b"", "gemv", 0, 977, {"WARPS": 4})
-    assert asked == [(nvrtc.MAX_DYNAMIC_SHARED, 976)]
+    assert requested == [(nvrtc.MAX_DYNAMIC_SHARED, 976)]
     for blocks in (8, 9):  # more than 8 in a cluster need the driver's leave
         nvrtc.Function(b"", "gemv", 0, 976, {"CLUSTER": blocks})
-    assert asked[1:] == [(nvrtc.MAX_DYNAMIC_SHARED, 976)] * 2 + [(nvrtc.LARGE_CLUSTERS, 1)]
+    assert requested[1:] == [(nvrtc.MAX_DYNAMIC_SHARED, 976)] * 2 + [(nvrtc.LARGE_CLUSTERS, 1)]
 
 
 def test_programs_that_wait_for_one_another_are_launched_together(monkeypatch):
@@ -353,9 +353,9 @@ def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
     function = nvrtc.Function.__new__(nvrtc.Function)
     vars(function).update(_driver=driver, _shared=96, _index=0, _function="gemm", _rooms=[], digest="")
     x = torch.zeros(4)
-    for grid, given, here, now in ((8, x, 0, 77), (9, x.data_ptr() + 8, 0, 78), (7, x[1:], 3, 79)):
+    for grid, pointer, here, now in ((8, x, 0, 77), (9, x.data_ptr() + 8, 0, 78), (7, x[1:], 3, 79)):
         device[:], stream[:] = [here], [now]
-        function.beside(grid, 32, 5, given)
+        function.beside(grid, 32, 5, pointer)
         config, called, address, _, where = launched[-1]
         assert (config["gridDimX"], config["blockDimX"], config["sharedMemBytes"]) == (grid, 32, 96)
         assert (config["hStream"], config["numAttrs"], called, where) == (now, 1, "gemm", 0)
@@ -363,7 +363,7 @@ def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
         assert attribute.id == 6 and attribute.value.programmaticStreamSerializationAllowed == 1
         at = (ctypes.c_void_p * 2).from_address(address)
         assert ctypes.c_int.from_address(at[0]).value == 5
-        want = given if isinstance(given, int) else given.data_ptr()
+        want = pointer if isinstance(pointer, int) else pointer.data_ptr()
         assert ctypes.c_uint64.from_address(at[1]).value == want
     assert device == [3] and len(launched) == 3
 
@@ -407,16 +407,16 @@ def test_a_tensor_map_is_passed_by_value_each_launch_its_own(monkeypatch):
 def test_a_second_launch_has_a_configuration_of_its_own(monkeypatch):
     """Of the space, whatever is tuned for the layer: it starts on few SMs."""
     assert kernel.TAIL in kernel.SPACE
-    given = []
+    launches = []
 
     class Function:
         def step(self, *launch, beside):
             return launch, beside
 
     def plan(form, dtype, m, device, part="", **config):
-        given.append((m, part, config))
+        launches.append((m, part, config))
         return Function(), 4, 256, form[2], form[3]
 
     monkeypatch.setattr(kernel, "_plan", plan)
     _, beside = kernel.tail(torch.zeros(325, 256).half(), 320, 4, 128, 64, 256, False)
-    assert beside and given == [(5, "TAIL", kernel.TAIL)]
+    assert beside and launches == [(5, "TAIL", kernel.TAIL)]
