@@ -37,8 +37,8 @@ from repro.workflow.workflow import Workflow
 def job(tmp_path_factory):
     """A job of two prompts on a tiny Llama, with its observations."""
     name = engines.save("llama", tmp_path_factory.mktemp("tiny"))
-    given = {"acceptance": {"prompts": 2, "tokens": 12}}
-    target = Target(scales.load(given, name="pocket").on("cpu"), name, "fp16")
+    settings = {"acceptance": {"prompts": 2, "tokens": 12}}
+    target = Target(scales.load(settings, name="pocket").on("cpu"), name, "fp16")
     made = acceptance.Acceptance("mt-bench", depth=6, top_k=2).jobs(target)["prompts"]
     folder = tmp_path_factory.mktemp("job")
     origin = observations.origin(made, {})
@@ -67,8 +67,8 @@ def test_the_job_counts_what_every_prompt_accepts(job):
 
 def acceptance_of(folder, name, tokens=12, prompts=2, **params):
     """The observations of a job of a model's first prompts of MT-Bench, or of another set; folders lie in `folder`."""
-    given = {"acceptance": {"prompts": prompts, "tokens": tokens}}
-    target = Target(scales.load(given, name="pocket").on("cpu"), name, "fp16")
+    settings = {"acceptance": {"prompts": prompts, "tokens": tokens}}
+    target = Target(scales.load(settings, name="pocket").on("cpu"), name, "fp16")
     made = acceptance.Acceptance(**{"prompts": "mt-bench"} | params).jobs(target)["prompts"]
     own = folder / made.id.replace("/", "-")
     own.mkdir()
@@ -121,8 +121,8 @@ def test_a_long_prompt_gets_fewer_tokens_and_one_beyond_the_context_none(tmp_pat
         assert len(tokenizer(text)["input_ids"]) == size
         return prompts.Prompt(str(size), text, (text,), (), None)
 
-    asked = [prompt(size) for size in (context + 40, 40, context - 1, context - 5, context - 2)]
-    monkeypatch.setattr(acceptance.prompts, "load", lambda name, count: asked)
+    loaded = [prompt(size) for size in (context + 40, 40, context - 1, context - 5, context - 2)]
+    monkeypatch.setattr(acceptance.prompts, "load", lambda name, count: loaded)
     seeds = []
     generate = Speculating.generate
     monkeypatch.setattr(
@@ -135,7 +135,7 @@ def test_a_long_prompt_gets_fewer_tokens_and_one_beyond_the_context_none(tmp_pat
     assert result["tokens"].group == "mt-bench, first 5, 12 tokens, T 0.6, within the context (3 of 5 prompts)"
     drafted = acceptance_of(tmp_path, name, prompts=5, depth=3, top_k=2, temperature=0.6)
     assert (drafted["tokens"].values >= [12, 5, 2]).all() and seeds[3:] == [1, 3, 4]
-    asked[:] = [prompt(context), prompt(context - 1)]
+    loaded[:] = [prompt(context), prompt(context - 1)]
     with pytest.raises(NotMeasurable, match=f"the shortest of 2 prompts has {context - 1:,} tokens") as caught:
         acceptance_of(tmp_path, name, draft="none")
     assert caught.value.status == "too_long"
@@ -228,7 +228,7 @@ def test_the_less_repetitive_half_leaves_out_what_repeats_most():
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "options, message",
     [
         ({"prompts": "mtbench"}, "unknown prompt set 'mtbench'"),
         ({"prompts": "gsm8k", "temperature": -1.0}, "temperature is -1"),
@@ -248,9 +248,9 @@ def test_the_less_repetitive_half_leaves_out_what_repeats_most():
         ({"prompts": "gsm8k", "budget": 64}, "draft subspec has no option 'budget'; options: bits, top_k, depth"),
     ],
 )
-def test_bad_asks_are_one_sentence(given, message):
+def test_bad_asks_are_one_sentence(options, message):
     with pytest.raises(UserError, match=message):
-        acceptance.Acceptance(**given)
+        acceptance.Acceptance(**options)
 
 
 def test_a_set_that_is_not_here_says_what_is_missing(monkeypatch):
@@ -281,7 +281,7 @@ def test_the_stored_results_stand_where_a_prompt_set_is_not(monkeypatch):
     cells = [c for c in flow.cells("subspec", "1") if c.row.startswith("SubSpec") and c.stand_in and c.measure]
     taus = [c for c in cells if c.measure == "acceptance" and c.col in ("MT-Bench tau", "Alpaca tau", "CNN/DM tau")]
     result = {cell.cell_key: measure.measurement_of(flow, cell) for cell in taus}
-    assert {(place[1], one.status) for place, one in result.items()} == {
+    assert {(row[1], one.status) for row, one in result.items()} == {
         ("MT-Bench tau", "ok"),
         ("Alpaca tau", "ok"),
         ("CNN/DM tau", "ok"),
@@ -313,7 +313,7 @@ def test_a_set_that_is_not_here_is_no_job(monkeypatch):
 def test_table_1_asks_for_the_papers_draft_in_every_row():
     cells = [c for c in tables.cells("subspec", "1") if c.measure == "acceptance" and c.metric == "accept_length"]
     drafted = [c for c in cells if not c.row.startswith("None")]
-    asked = {
+    params = {
         (c.row.split()[0], c.params.temperature, c.params.draft, c.params.draft_model, c.params.config) for c in drafted
     }
     assert {c.params.draft for c in cells if c not in drafted} == {"none"}
@@ -322,7 +322,7 @@ def test_table_1_asks_for_the_papers_draft_in_every_row():
         for name, t in product(("Qwen2.5-1.5B", "Llama-3.2-1B", "Qwen2.5-7B"), (0.0, 0.6))
     }
     ours = {("SubSpec", t, "subspec", "", subspec.Config()) for t in (0.0, 0.6)}
-    assert asked == small | ours | {("EAGLE-2", t, "eagle2", "", eagle.Eagle2(60, 6, 10)) for t in (0.0, 0.6)}
+    assert params == small | ours | {("EAGLE-2", t, "eagle2", "", eagle.Eagle2(60, 6, 10)) for t in (0.0, 0.6)}
     sets = ["mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dm"]
     assert {c.params.prompts for c in cells} == {*sets, " + ".join(sets)}
 
@@ -344,8 +344,8 @@ def test_a_scale_without_the_draft_model_has_no_job():
 
 @pytest.mark.parametrize("draft", [{"draft": "small"}, {"draft": "specexec", "budget": 12}])
 def test_a_job_drafts_with_a_model_of_its_own(tmp_path, draft):
-    given = {"acceptance": {"prompts": 1, "tokens": 6}}
-    target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-5m", "fp16")
+    settings = {"acceptance": {"prompts": 1, "tokens": 6}}
+    target = Target(scales.load(settings, name="pocket").on("cpu"), "pocket-5m", "fp16")
     made = acceptance.Acceptance("gsm8k", draft_model="Llama-3.2-1B", **draft).jobs(target)["prompts"]
     assert made.parsed_options()["draft_model"] == "pocket-3m"
     acceptance.Acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
@@ -378,8 +378,8 @@ def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
 
 def test_table_5_asks_for_six_draft_temperatures_of_four_drafts():
     cells = [c for c in tables.cells("subspec", "5") if c.measure == "acceptance"]
-    asked = {(c.params.draft, c.params.config.temperature) for c in cells}
-    assert asked == set(product(("self", "subspec", "small", "eagle2"), (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)))
+    settings = {(c.params.draft, c.params.config.temperature) for c in cells}
+    assert settings == set(product(("self", "subspec", "small", "eagle2"), (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)))
     assert {c.params.prompts for c in cells} == {"mt-bench"}
 
 

@@ -19,7 +19,7 @@ ONE = np.array([9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0])
 
 
 def shown(params, one, other):
-    means = {f"{role} {i}": x for role, damage in (("one", one), ("other", other)) for i, x in enumerate(damage)}
+    means = {f"one {i}": value for i, value in enumerate(one)} | {f"other {i}": value for i, value in enumerate(other)}
     return float(params.value(means))
 
 
@@ -62,12 +62,12 @@ def test_both_recipes_are_measured_on_the_same_sequences_and_full_precision_give
 def quantity(show, noise):
     """Of ten layers whose damage differs by 1 and, by sequence, by normal noise; the other recipe's is the same."""
     random = np.random.default_rng(0)
-    held = {}
+    by_role = {}
     for role in ("one", "other"):
         values = ONE[:, None] + noise * random.normal(size=(10, 64))
         series_ = {f"damage {i}": Series(row, "sequences", "probe") for i, row in enumerate(values)}
-        held[role] = Observations(series_ | {"loss 0": Series(ONE, "sequences", "text")}, {})
-    result = Agreement(show, "").series(held, None)
+        by_role[role] = Observations(series_ | {"loss 0": Series(ONE, "sequences", "text")}, {})
+    result = Agreement(show, "").series(by_role, None)
     assert list(result) == [f"{role} {i}" for role, i in product(("one", "other"), range(10))]
     return Quantity([result], lambda mean: Agreement(show, "").value(mean), True)
 

@@ -50,41 +50,41 @@ def texts(target, tmp_path_factory):
 @pytest.fixture
 def asked(monkeypatch):
     """What is scored, in place of an encoder: a score is the number of letters of the text."""
-    said = []
+    scored = []
 
     def score(text, references):
-        said.append((text, references))
+        scored.append((text, references))
         return float(len(text))
 
     monkeypatch.setattr(bert_score, "score", score)
-    return said
+    return scored
 
 
-def test_each_text_is_scored_with_its_own_references(texts, target, asked):
+def test_each_text_is_scored_with_its_own_references(texts, target, scored):
     observed = texts("gsm8k")
     series = BertScore("gsm8k", SCHEDULE).series(observed, target)
     recorded, tokenizer = observed["texts"].series, models.tokenizer(target.model)
     every = prompts.load("gsm8k", 3)
-    assert [references for _, references in asked] == [prompt.references for prompt in every]
-    for number, (text, references) in enumerate(asked):
+    assert [references for _, references in scored] == [prompt.references for prompt in every]
+    for number, (text, references) in enumerate(scored):
         assert text == tokenizer.decode(list(map(int, recorded[f"tokens {number}"].values)))
         assert text_scores.rouge_l(text, references) == pytest.approx(recorded["rougeL"].values[number], rel=1e-6)
     kept = series["bertscore"]
-    assert kept.values.tolist() == [len(text) for text, _ in asked]
+    assert kept.values.tolist() == [len(text) for text, _ in scored]
     assert (kept.axis, kept.group) == (recorded["rougeL"].axis, recorded["rougeL"].group), "paired with other rows"
     measured = Quantity([series], BertScore("gsm8k").value).interval()
     assert measured.value == kept.values.mean() and measured.n == 3
 
 
-def test_a_text_ends_where_an_answer_ends(asked, monkeypatch, target):
+def test_a_text_ends_where_an_answer_ends(scored, monkeypatch, target):
     """Of a dialogue at a line break; what follows is not scored."""
     tokenizer = models.tokenizer(target.model)
     prompt = replace(prompts.load("gsm8k", 1)[0], references=("It is said.",))
     monkeypatch.setattr(switching, "tested", lambda name, protocol: [prompt])
     ids = tokenizer("It was said.\nAnd more")["input_ids"]
-    held = {"tokens 0": Series(np.asarray(ids, float), "tokens"), "rougeL": Series(np.ones(1), "sequences", "g")}
-    BertScore("dialogsum", SCHEDULE).series({"texts": Observations(held, {})}, target)
-    assert asked == [("It was said.", ("It is said.",))]
+    series = {"tokens 0": Series(np.asarray(ids, float), "tokens"), "rougeL": Series(np.ones(1), "sequences", "g")}
+    BertScore("dialogsum", SCHEDULE).series({"texts": Observations(series, {})}, target)
+    assert scored == [("It was said.", ("It is said.",))]
 
 
 def test_the_prompts_are_those_that_were_measured(target):
@@ -93,8 +93,8 @@ def test_the_prompts_are_those_that_were_measured(target):
     assert [p.id for p in switching.tested("gsm8k", protocol)] == [p.id for p in prompts.load("gsm8k", 3)]
 
 
-def test_a_set_without_references_has_no_score(texts, target, asked):
-    assert BertScore("longwriter-en", SCHEDULE).series(texts("longwriter-en"), target) == {} and not asked
+def test_a_set_without_references_has_no_score(texts, target, scored):
+    assert BertScore("longwriter-en", SCHEDULE).series(texts("longwriter-en"), target) == {} and not scored
 
 
 def test_its_job_is_that_of_the_texts(target):

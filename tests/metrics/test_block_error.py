@@ -49,8 +49,8 @@ def test_errors_are_those_of_a_slow_reference(name, alone):
     assert result.shape == (2, 2)
     for row, window in enumerate(ids):
         want = outputs(full, window)
-        got = outputs(other, window, [x for x, _ in want] if alone else None)
-        for block, ((_, y), (_, z)) in enumerate(zip(want, got)):
+        of_other = outputs(other, window, [x for x, _ in want] if alone else None)
+        for block, ((_, y), (_, z)) in enumerate(zip(want, of_other)):
             expected = ((y - z).double().square().sum() / y.double().square().sum()).item()
             assert result[row, block] == pytest.approx(expected, rel=1e-4) and expected > 1e-6
     if alone:
@@ -117,6 +117,6 @@ def test_bad_input_is_one_sentence():
     broken, short = tiny.model("llama"), tiny.model("llama")
     list(blocks(broken).values())[1].mlp.down_proj.weight.data[0, 0] = float("nan")
     del short.model.layers[1]
-    for model, said in ((broken, "layers.1: its output holds NaN or Inf"), (short, "2 blocks in full precision, 1")):
-        with pytest.raises(UserError, match=said):
+    for model, message in ((broken, "layers.1: its output holds NaN or Inf"), (short, "2 blocks in full precision, 1")):
+        with pytest.raises(UserError, match=message):
             block_error.errors(full, model, ids, False)

@@ -17,10 +17,10 @@ from repro.store.observations import Observations
 from repro.workflow.workflow import Workflow
 
 
-def shown(found, quartile):
+def shown(series, quartile):
     params = ByError("rtn-w4-pc", quartile)
-    held = params.series({"tokens": Observations(found, {})}, None)
-    return float(params.value({name: one.values.mean() for name, one in held.items()}))
+    of_quartile = params.series({"tokens": Observations(series, {})}, None)
+    return float(params.value({name: one.values.mean() for name, one in of_quartile.items()}))
 
 
 def test_known_answers():

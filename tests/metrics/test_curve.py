@@ -19,8 +19,8 @@ def target(text: str) -> Target:
 
 
 def shown(params: curve.Curve, points, text: str = "paretoq(tokens=1024)"):
-    held = {"step 0": Observations({training.LOSS: Series(np.asarray(points, float), "layers")}, {})}
-    result = params.series(held, target(text))
+    steps = {"step 0": Observations({training.LOSS: Series(np.asarray(points, float), "layers")}, {})}
+    result = params.series(steps, target(text))
     return next(iter(result.values())).values.tolist() if result else None
 
 

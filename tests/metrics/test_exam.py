@@ -91,8 +91,8 @@ def test_a_prompt_has_five_examples_of_the_training_set(small, tmp_path):
     assert len(made.prompts) == len(made.items) == 2 and made.items == ["0 and 1\n#### 1", "1 and 1\n#### 2"]
     for ids, other, i in zip(made.prompts, again.prompts, range(2)):
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        *examples, asked = text.split("\n\n")
-        assert asked == f"Question: How much is {i} and 1?\nAnswer:" and len(examples) == 5
+        *examples, question = text.split("\n\n")
+        assert question == f"Question: How much is {i} and 1?\nAnswer:" and len(examples) == 5
         assert all(e.startswith("Question: How much is 1") and "\n#### 1" in e for e in examples)
         assert np.array_equal(ids, other) and ids[0] == tokenizer.bos_token_id, "the draw is the same"
     assert made.stop == ["Question:", "</s>", "<|im_end|>"] and made.meta["shots"] == "5"
@@ -153,8 +153,8 @@ def test_ifeval_judges_generated_answers_by_lm_evals_own_checkers(monkeypatch):
 
     monkeypatch.setattr(nltk, "download", lambda *names, **words: False)  # no test asks the network
     items = [
-        {"key": i, "prompt": "Write.", "instruction_id_list": names, "kwargs": given}
-        for i, (names, given, _, _) in enumerate(ANSWERS)
+        {"key": i, "prompt": "Write.", "instruction_id_list": names, "kwargs": keywords}
+        for i, (names, keywords, _, _) in enumerate(ANSWERS)
     ]
     right, dealt = generated.graded("ifeval", [good for *_, good, _ in ANSWERS], items)
     assert right.tolist() == [1.0] * len(items) and 0 < dealt.mean() < 1
@@ -196,8 +196,8 @@ def test_the_engine_and_transformers_give_the_same_greedy_answers():
     prompts = [tokenizer(text).input_ids for text in ("The city of", "In the year 1900 he was", "A")]
     engine = Core("pocket-3m", weights.decoder(lm, 64, torch.device("cpu"), torch.float32))
     want = [str(text) for text in engine.generate(prompts, 20, stop=["the"])]
-    got = exam.greedy(lm.model, tokenizer, 20, ["the"], prompts)
-    assert [exam.before(text, ["the"]) for text in got] == want and any(want)
+    answers = exam.greedy(lm.model, tokenizer, 20, ["the"], prompts)
+    assert [exam.before(text, ["the"]) for text in answers] == want and any(want)
     alone = [exam.greedy(lm.model, tokenizer, 20, [], [prompt])[0] for prompt in prompts]
     assert alone == exam.greedy(lm.model, tokenizer, 20, [], prompts), "padding changes nothing"
 
@@ -209,13 +209,13 @@ def test_answers_end_at_a_stop_string_and_prompts_are_cut_from_the_left(monkeypa
     monkeypatch.setitem(generated.GENERATED, "gsm8k", entry)
     monkeypatch.setattr(exam, "CONTEXT", 20)
     ids = np.asarray(tokenizer("Once upon a time there was a small town by the sea, and").input_ids, dtype=np.int32)
-    asked = generated.Questions({"stop": '["e"]'}, [ids, ids[-8:]], ["", ""])
-    given = {"model": "pocket-3m", "hub": False, "device": "cpu", "dtype": "float32", "task": "gsm8k", "together": 2}
-    one, two = exam.answers(lm, asked, given)
+    asked_questions = generated.Questions({"stop": '["e"]'}, [ids, ids[-8:]], ["", ""])
+    options = {"model": "pocket-3m", "hub": False, "device": "cpu", "dtype": "float32", "task": "gsm8k", "together": 2}
+    one, two = exam.answers(lm, asked_questions, options)
     assert one == two and "e" not in one, "the last 8 ids are all that fits"
     monkeypatch.setattr(exam, "CONTEXT", 12)
     with pytest.raises(NotMeasurable, match="answers of 12 tokens do not fit a context of 12"):
-        list(exam.answers(lm, asked, given))
+        list(exam.answers(lm, asked_questions, options))
 
 
 def test_a_broken_model_does_not_answer():
@@ -240,9 +240,10 @@ def test_a_model_with_attachments_is_decoded_by_transformers(monkeypatch):
     monkeypatch.setattr(exam, "greedy", lambda model, *rest: seen.append(rest[-1]) or ["x"] * len(rest[-1]))
     monkeypatch.setattr(exam.models, "tokenizer", lambda *_: None)
     monkeypatch.setitem(generated.GENERATED, "gsm8k", replace(generated.GENERATED["gsm8k"], new_tokens=8))
-    asked = generated.Questions({"stop": "[]"}, [np.arange(4), np.arange(5)], ["", ""])
-    given = {"model": "m", "hub": False, "device": "cpu", "dtype": "float32", "task": "gsm8k", "together": 1}
-    assert list(exam.answers(lm, asked, given)) == ["x", "x"] and seen == [[[0, 1, 2, 3]], [[0, 1, 2, 3, 4]]]
+    asked_questions = generated.Questions({"stop": "[]"}, [np.arange(4), np.arange(5)], ["", ""])
+    options = {"model": "m", "hub": False, "device": "cpu", "dtype": "float32", "task": "gsm8k", "together": 1}
+    assert list(exam.answers(lm, asked_questions, options)) == ["x", "x"]
+    assert seen == [[[0, 1, 2, 3]], [[0, 1, 2, 3, 4]]]
 
 
 # --- what is run ------------------------------------------------------------------------------------------------------
@@ -267,11 +268,11 @@ def test_chance_of_given_answers_is_the_tasks(share, want):
 def score(shares):
     """An exam's `run`: a share of right answers by recipe."""
 
-    def run(job, found, folder, origin):
+    def run(job, refused, folder, origin):
         values = (np.arange(40) < 40 * shares[job.parsed_options()["recipe"]]).astype(float)
         task = job.parsed_options()["task"]
-        held = {f"{task}/correct": Series(values, "items", "g"), f"{task}/chance": Series(0 * values, "items", "g")}
-        observations.save(folder / observations.FILE, held, origin)
+        series = {f"{task}/correct": Series(values, "items", "g"), f"{task}/chance": Series(0 * values, "items", "g")}
+        observations.save(folder / observations.FILE, series, origin)
 
     return run
 
@@ -329,7 +330,9 @@ def test_table_5_asks_for_200_items_of_four_tasks():
     assert {c.stand_in for c in mine} == {"pocket-10m"} and len(mine) == 12
     full = [c for c in mine if c.row == "FP16"]
     assert [c.params.task for c in full] == ["gsm8k", "mathqa-4", "mmlu", "ifeval"]
-    assert all(j["items"].parsed_options()["items"] == 200 for c in full for j in at.jobs(c))
+    for cell in full:
+        for jobs in at.jobs(cell):
+            assert jobs["items"].parsed_options()["items"] == 200
     others = [c for c in at.cells("bitbybit", "5") if c.model != "Qwen2.5-7B"]
     assert {measure.measurement_of(at, c).status for c in others} == {"no_stand_in"} and len(others) == 24
 
@@ -338,7 +341,8 @@ def test_one_job_a_task_and_none_without_a_protocol():
     at = scales.load({"exam": {"items": 5}}, "pocket")
     ids = {t: exam.Exam(t).jobs(Target(at, "pocket-3m", "fp16"))["items"] for t in ("gsm8k", "mathqa-4", "mmlu")}
     assert len({job.id for job in ids.values()}) == 3
-    assert [[need.kind for _, need in job.needs] for job in ids.values()] == [["questions"], ["requests"], ["requests"]]
+    kinds_of_needs = [need.kind for job in ids.values() for _, need in job.needs]
+    assert kinds_of_needs == ["questions", "requests", "requests"] and all(len(job.needs) == 1 for job in ids.values())
     assert exam.Exam("mmlu").jobs(Target(scales.load({"exam": None}, "pocket"), "pocket-3m", "fp16")) is None
     assert rtn is not None
 

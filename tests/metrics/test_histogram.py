@@ -104,11 +104,11 @@ def test_bad_input_is_one_sentence():
     mixed = {"a": pack(weight, GroupGrid(8, 32)), "b": pack(weight, GroupGrid(4, 32))}
     broken = tiny.model("llama")
     next(iter(block_linears(broken).values())).weight.data[0, 0] = float("inf")
-    for make, said in (
+    for make, message in (
         (lambda: histogram.Protocol(bins=100), "bins is 100; an odd number, 3 or more"),
         (lambda: histogram.of_codes(mixed), "codes of 4 bits, 8 bits have no common histogram"),
         (lambda: histogram.largest([torch.zeros(3)]), "nearly all of them are 0"),
         (lambda: histogram.largest([m.weight for m in histogram.linears(broken)]), "weights hold NaN or Inf"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             make()

@@ -226,11 +226,13 @@ def test_cells_claims_and_figures_of_synthetic_rows(accepted, flow, tmp_path):
 def test_every_provider_that_a_spec_names_exists():
     known = {p.label for p in {**peers.PEERS, **kernel_list.OURS}.values()} | {"read_floor/uint8/read_floor"}
     known |= {f"{kernel}/{dtype}/{who}" for who, kernel, dtype, _ in stored_peers.RESCALED_PEERS}
-    texts = [
-        path.read_text() for folder in ("tables", "figures") for path in (ROOT / folder / "kernels").glob("*.yaml")
-    ]
     two_bit = ("tables/bitbybit/table7.yaml", "tables/bitbybit/kernels.yaml", "figures/bitbybit/figure6.yaml")
-    texts += [(ROOT / path).read_text() for path in two_bit]
+    specs = [
+        *ROOT.glob("tables/kernels/*.yaml"),
+        *ROOT.glob("figures/kernels/*.yaml"),
+        *(ROOT / path for path in two_bit),
+    ]
+    texts = [path.read_text() for path in specs]
     named = set(chain.from_iterable(re.findall(r"[\w*-]+/[\w*]+/[\w.*-]+", text) for text in texts))
     assert len(named) > 20
     for label in named:
@@ -265,10 +267,10 @@ def test_targets_and_verdicts_stand_next_to_what_was_measured(flow, accepted):
     sheet = content.sheet(table_results.table_results(flow, "kernels", "targets"))
     assert list(sheet.head) == ["", "target", "verdict"]
     by_row = {row[0]: row[1:] for row in sheet.rows}
-    value, said = by_row["W4A16 g128 fp16, M = 1, over AWQ's gemv"]
-    assert value.printed == "≥ 1.2 / ≥ 1.1" and value.here.startswith("1.20") and said.printed.count(" / ") == 1
-    value, said = by_row["W4A16 g128 fp16, M = 1, smaller layers, share of the read floor"]
-    assert (value.printed, said.printed) == ("≥ 0.78 / ≥ 0.7", "holds / holds")
+    value, verdict = by_row["W4A16 g128 fp16, M = 1, over AWQ's gemv"]
+    assert value.printed == "≥ 1.2 / ≥ 1.1" and value.here.startswith("1.20") and verdict.printed.count(" / ") == 1
+    value, verdict = by_row["W4A16 g128 fp16, M = 1, smaller layers, share of the read floor"]
+    assert (value.printed, verdict.printed) == ("≥ 0.78 / ≥ 0.7", "holds / holds")
     assert by_row["W4A16 g128 bf16, M = 1, relative error in 10^-3"][0].printed == "–", "it is not judged"
 
 

@@ -142,8 +142,8 @@ def test_percent_is_declared_where_it_is_asked_for():
     flow = Workflow(scales.load(name="pocket"), stored=True)
     cell = next(c for c in flow.cells("spear", "19") if c.metric == "BLiMP" and c.stand_in)
     assert "percent" not in flow.inputs(cell)["params"]
-    asked = dataclasses.replace(cell, params=dataclasses.replace(cell.params, percent=True))
-    assert flow.inputs(asked)["params"]["percent"] is True
+    in_percent = dataclasses.replace(cell, params=dataclasses.replace(cell.params, percent=True))
+    assert flow.inputs(in_percent)["params"]["percent"] is True
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,9 @@ def test_percent_is_declared_where_it_is_asked_for():
 @pytest.fixture(scope="module")
 def cloze():
     """The records of both clozes, and the held-out text's documents."""
-    return {near: [one for _, one in _records(f"cloze-{'near' if near else 'far'}")] for near in (True, False)}
+    near = [record for _, record in _records("cloze-near")]
+    far = [record for _, record in _records("cloze-far")]
+    return {True: near, False: far}
 
 
 def _records(name):
@@ -186,8 +188,8 @@ def test_blimp_is_lm_evals_task_by_paradigm(tokenizer):
     assert made.gold.tolist() == [0] * 134 and made.answers.tolist() == [2] * 134
     first = np.split(made.answer, np.cumsum(made.answer_size)[:-1])[:2]
     record = tasks.items(tasks.TASKS["blimp-100"])["adjunct_island"]["validation"][0][1]
-    said = [tokenizer.decode(ids.tolist()) for ids in first]
-    assert [text.strip() for text in said] == [record["sentence_good"], record["sentence_bad"]]
+    texts = [tokenizer.decode(ids.tolist()) for ids in first]
+    assert [text.strip() for text in texts] == [record["sentence_good"], record["sentence_bad"]]
 
 
 @pytest.fixture

@@ -53,13 +53,14 @@ def flow(folder, monkeypatch):
     monkeypatch.setattr(accepted, "equal", lambda scale, inputs: [])
     at = Workflow(scales.load(SETTINGS), stored=False)
     for cell in at.cells("spear", "19"):
-        kinds = {job.kind: job for jobs in at.jobs(cell) for job in jobs.values()} if cell.row in DAMAGE else {}
-        for kind, job in kinds.items():
-            if not (job.folder / observations.FILE).is_file():
-                series = observed(kind, job.parsed_options()["tasks"], DAMAGE[cell.row])
-                observations.save(
-                    job.folder / observations.FILE, series, observations.origin(job, versions.of_job(job))
-                )
+        if cell.row not in DAMAGE:
+            continue
+        for jobs in at.jobs(cell):
+            for job in jobs.values():
+                path = job.folder / observations.FILE
+                if not path.is_file():
+                    series = observed(job.kind, job.parsed_options()["tasks"], DAMAGE[cell.row])
+                    observations.save(path, series, observations.origin(job, versions.of_job(job)))
     return at
 
 

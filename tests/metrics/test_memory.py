@@ -68,4 +68,5 @@ def test_table_3s_memory_is_grade_d_at_every_scale(name):
     learned = [row for row in arithmetic if "learned steps" in row]  # Block-AP stores other groups; two rows of ours
     assert {arithmetic.pop(row)[0] for row in learned} == {"not_run"} and len(learned) == 2
     assert set(arithmetic.values()) == {("ok", "D", "arithmetic", "", "GB")}
-    assert all(job == {} for cell in cells for job in flow.jobs(cell))
+    for cell in cells:
+        assert all(jobs == {} for jobs in flow.jobs(cell))

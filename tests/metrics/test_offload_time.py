@@ -37,8 +37,8 @@ def tiny(monkeypatch):
 
 def target(**protocol):
     """A stand-in at scale pocket on the CPU."""
-    given = {"offload_time": protocol} if protocol else {}
-    return Target(scales.load(given, name="pocket").on("cpu"), "pocket-3m", "fp16")
+    settings = {"offload_time": protocol} if protocol else {}
+    return Target(scales.load(settings, name="pocket").on("cpu"), "pocket-3m", "fp16")
 
 
 def test_a_job_declares_what_is_timed_and_no_model():
@@ -156,19 +156,19 @@ def test_iterations_and_phases_are_timed(tiny, draft, phases):
 
 def test_the_last_token_of_a_model_without_a_draft_is_no_step(tiny, monkeypatch):
     """Its step was launched with the token before, and was over where copies block the host: it has no time left."""
-    asked = []
+    tokens = []
 
     def of_known_seconds(engine, new):
-        asked.append(new)
+        tokens.append(new)
         seconds = [0.5, *(0.1 + 0.01 * i for i in range(new - 2)), 0.0001]
         return SimpleNamespace(seconds=seconds, draft_s=seconds, verify_s=seconds, passes=[4] * new)
 
     monkeypatch.setattr(offload_time, "timed", of_known_seconds)
     options = given(OffloadTime("tiny", least("none"), draft="none", prefetch=False))
     plain = offload_time.times(options, CPU, torch.float32)
-    assert asked == [5] and plain["iteration"] == plain["verify"] == pytest.approx([0.1, 0.11, 0.12])
+    assert tokens == [5] and plain["iteration"] == plain["verify"] == pytest.approx([0.1, 0.11, 0.12])
     drafted = offload_time.times(given(OffloadTime("tiny", least("subspec"), depth=4)), CPU, torch.float32)
-    assert asked[1:] == [4, 4] and drafted["iteration"] == pytest.approx([0.1, 0.11, 0.0001])
+    assert tokens[1:] == [4, 4] and drafted["iteration"] == pytest.approx([0.1, 0.11, 0.0001])
 
 
 def test_an_8_bit_target_streams_fewer_bytes(tiny):
@@ -321,8 +321,8 @@ def test_a_table_on_the_tiny_model_has_tokens_a_second_from_lengths_and_times(ti
     cells = [c for c in flow.cells("subspec", "2") if c.row == "+ Async data transfer"]
     seconds = {"subspec": [0.5, 0.3], "none": [0.1, 0.1]}
 
-    def times(given, device, dtype):
-        iteration = seconds["subspec" if given["draft"] else "none"]
+    def times(options, device, dtype):
+        iteration = seconds["subspec" if options["draft"] else "none"]
         return {"iteration": iteration, "draft": iteration, "verify": iteration, "peak": [1.0]}
 
     monkeypatch.setattr(offload_time, "times", times)
@@ -394,9 +394,9 @@ def test_targets_without_a_stand_in_have_the_papers_lengths_and_our_iterations()
 
 
 def test_a_number_that_was_not_printed_is_one_sentence():
-    for place in ("1 | SubSpec [T=0, 8GB] | MT-Bench tau | Qwen2.5-9B", "1 | SubSpec"):
+    for key in ("1 | SubSpec [T=0, 8GB] | MT-Bench tau | Qwen2.5-9B", "1 | SubSpec"):
         with pytest.raises(UserError, match="subspec has no number at"):
-            tables._number("subspec", place, "it")
+            tables._number("subspec", key, "it")
 
 
 def _value(quantity):

@@ -1,5 +1,6 @@
 """Steps under tensor parallelism as a cell: its job, a tiny shape on ranks of a CPU, refusals, the specs that ask."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -80,8 +81,8 @@ def test_it_needs_a_gpu_for_each_rank(tmp_path, monkeypatch):
 def test_rounds_of_all_ways_are_kept(tmp_path, monkeypatch):
     (made,) = ParallelDecode("Llama-2-7B", 3, "naive").jobs(target("cuda")).values()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    found = {parallel_decode.series_name(3, how): [3.0, 9.0] for how in HOW}
-    monkeypatch.setattr(ranks, "run", lambda work, given, count, device: found if count == 3 else {})
+    rounds = {parallel_decode.series_name(3, how): [3.0, 9.0] for how in HOW}
+    monkeypatch.setattr(ranks, "run", lambda work, options, count, device: rounds if count == 3 else {})
     origin = dict.fromkeys(observations.ORIGIN, "{}")
     ParallelDecode.run(made, {}, tmp_path, origin)
     kept = {"rounds": observations.load(tmp_path / observations.FILE)}
@@ -93,22 +94,22 @@ def test_rounds_of_all_ways_are_kept(tmp_path, monkeypatch):
     assert launched["ms"].group == "Llama-2-7B, 8 tokens after 128", "rounds of other numbers are not paired"
 
 
-def on_a_rank(given, device):
+def on_a_rank(options, device):
     """A tiny shape in the ways that run on a CPU."""
     parallel_decode.SHAPES["tiny"] = TINY
     parallel_decode.HOW = {how: HOW[how] for how in CPU_WAYS}
-    return parallel_decode.times(given, device)
+    return parallel_decode.times(options, device)
 
 
 def test_a_tiny_shape_is_timed_on_two_ranks(monkeypatch):
     """In processes of their own, at degrees of which one leaves a rank out."""
     monkeypatch.setenv("PYTHONPATH", str(__import__("pathlib").Path(__file__).parent))
     recipes = {how: "fp16" if how == "bf16" else "rtn-w4-pc" for how in HOW}
-    given = {"shape": "tiny", "degrees": [1, 2], "recipes": recipes, "prompt": 5, "new": 3, "rounds": 2}
-    given |= {"launched": 2, "launched_rounds": 3}
-    found = ranks.run(on_a_rank, given, 2, "cpu")
-    assert found.keys() == {f"tp{n} {how}" for n in (1, 2) for how in CPU_WAYS}
-    for name, values in found.items():
+    options = {"shape": "tiny", "degrees": [1, 2], "recipes": recipes, "prompt": 5, "new": 3, "rounds": 2}
+    options |= {"launched": 2, "launched_rounds": 3}
+    times = ranks.run(on_a_rank, options, 2, "cpu")
+    assert times.keys() == {f"tp{degree} {how}" for degree, how in itertools.product((1, 2), CPU_WAYS)}
+    for name, values in times.items():
         assert len(values) == (3 if "launched" in name else 2) and min(values) > 0
 
 
@@ -124,10 +125,10 @@ def test_launched_ways_are_timed_in_turns():
             calls.append((self.how, prompt, new))
             return SimpleNamespace(ms_p50=float(len(calls)))
 
-    given = {"prompt": 5, "launched": 2, "launched_rounds": 2}
-    found = parallel_decode.interleaved([("a", Timed("a")), ("b", Timed("b"))], given)
+    options = {"prompt": 5, "launched": 2, "launched_rounds": 2}
+    times = parallel_decode.interleaved([("a", Timed("a")), ("b", Timed("b"))], options)
     assert calls == [("a", 5, 2), ("b", 5, 2)] * 3
-    assert found == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+    assert times == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
 
 
 def test_a_way_without_a_head_reads_none(monkeypatch):

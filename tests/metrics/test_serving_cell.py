@@ -1,5 +1,6 @@
 """Serving as a cell: its one job, a tiny shape on a CPU, what is shown, refusals, and the spec that asks for it."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -107,14 +108,15 @@ def test_seeds_cover_what_blocks_of_one_seed_do_not():
     table = LatencyTable({1: 3.6, 32: 4.4, 64: 5.5, 128: 7.6, 256: 10.4, 384: 13.2, 512: 16.4}, serving.SIZES)
     runs = []
     for seed in range(60):
-        given = vars(Protocol()) | {"seed": seed, "shape": SHAPE, "percent": 38}
-        requests, _ = serving.workload(given, 0.605, 2)
+        options = vars(Protocol()) | {"seed": seed, "shape": SHAPE, "percent": 38}
+        requests, _ = serving.workload(options, 0.605, 2)
         device = Simulated(table, seed)
         served = scheduling.serve(requests, scheduling.Scheduler(StaticBudget(128), 64), device, device)
-        runs.append(serving.summarized("s", served, table, 0.605, given))
+        runs.append(serving.summarized("s", served, table, 0.605, options))
     for show, of_three in (("itl", 0.9), ("ttft", 0.75)):
         truth = np.mean([run[f"s {show}"].values.mean() for run in runs])
-        threes = [[{"x": run[f"s {show}"]} for run in runs[i : i + 3]] for i in range(0, 60, 3)]
+        seeds = [{"x": run[f"s {show}"]} for run in runs]
+        threes = [seeds[i : i + 3] for i in range(0, 60, 3)]
         assert covered(threes, truth) >= of_three, show
     assert covered([[{"x": run["s ttft"]}] for run in runs], truth) < 0.75
 
@@ -171,16 +173,16 @@ def test_what_is_shown_of_known_times():
         gaps=[[0.005, 0.012], [0.005], [], [0.007, 0.009, 0.020]],
         iterations=[(1, 0, 0.004), (2, 6, 0.008)],
     )
-    given = {"blocks": 2, "requests": 4, "seed": 0, "shape": SHAPE, "percent": 38}
+    options = {"blocks": 2, "requests": 4, "seed": 0, "shape": SHAPE, "percent": 38}
     table = LatencyTable({1: 2.0, 8: 4.0})
-    found = serving.summarized("spear-22 38", served, table, 0.5, given)
-    found["stretch"] = Series(np.array([0.5]), "model")
-    assert found["spear-22 38 ttft"].values.tolist() == [20.0, 40.0]
-    assert found["spear-22 38 late 22"].values.tolist() == [0.5, 0.5], "1 of 3 gaps, and 1 of 3"
-    assert found["spear-22 38 late 16"].values.tolist() == [0.5, 1.0]
-    assert found["spear-22 38 itl"].values[0] == pytest.approx(np.percentile([5, 12, 5, 7, 9, 20], 99))
-    assert found["spear-22 38 predicted"].values[0] == 0.5
-    kept = {"served": type("Kept", (), {"series": found})()}
+    summary = serving.summarized("spear-22 38", served, table, 0.5, options)
+    summary["stretch"] = Series(np.array([0.5]), "model")
+    assert summary["spear-22 38 ttft"].values.tolist() == [20.0, 40.0]
+    assert summary["spear-22 38 late 22"].values.tolist() == [0.5, 0.5], "1 of 3 gaps, and 1 of 3"
+    assert summary["spear-22 38 late 16"].values.tolist() == [0.5, 1.0]
+    assert summary["spear-22 38 itl"].values[0] == pytest.approx(np.percentile([5, 12, 5, 7, 9, 20], 99))
+    assert summary["spear-22 38 predicted"].values[0] == 0.5
+    kept = {"served": type("Kept", (), {"series": summary})()}
     values = {}
     for show, printed in (("itl", 0), ("ttft", 0), ("late", 22), ("late", 16), ("stretch", 0), ("predicted", 0)):
         params = Serving(SHAPE, "spear-22", 38, show, printed)
@@ -194,28 +196,28 @@ def test_a_tiny_shape_is_served_under_every_policy(monkeypatch):
     """On a CPU, by the function of the job: the factor that stretches time is of the table, whatever the machine."""
     monkeypatch.setitem(serving.SHAPES, "tiny", TINY)
     protocol = Protocol(requests=6, blocks=3, rows=4, decodes=2, context=8, repeats=1, rate=400.0)
-    given = vars(protocol) | {"shape": "tiny", "rank": 3, "sizes": [8, 64, 512], "percent": 60}
-    given["policies"] = ["static-64", "spear-22", "spear-16-joint"]
+    options = vars(protocol) | {"shape": "tiny", "rank": 3, "sizes": [8, 64, 512], "percent": 60}
+    options["policies"] = ["static-64", "spear-22", "spear-16-joint"]
     made = []
     monkeypatch.setattr(serving.arrivals, "lengths", lambda: tuple((n, 3) for n in (5, 90, 30, 11, 70, 2)))
     real = serving.LatencyTable.__init__
     monkeypatch.setattr(
         serving.LatencyTable, "__init__", lambda self, *rest: (real(self, *rest), made.append(self)) and None
     )
-    found = serving.measured(given, torch.device("cpu"))
+    series = serving.measured(options, torch.device("cpu"))
     assert len(made) == 2 and made[0].sizes == [8, 64, 512]
-    assert found["stretch"].values[0] == pytest.approx(made[0](256) / 17.2), "of 38 %, whatever is served"
-    names = {f"{name} 60" for name in given["policies"]}
+    assert series["stretch"].values[0] == pytest.approx(made[0](256) / 17.2), "of 38 %, whatever is served"
+    names = {f"{name} 60" for name in options["policies"]}
     shown = ("itl", "ttft", "gaps", "predicted", "late 22", "late 16")
-    assert set(found) == {"stretch"} | {f"{name} {show}" for name in names for show in shown}
+    assert set(series) == {"stretch"} | {f"{name} {show}" for name, show in itertools.product(names, shown)}
     for name in names:
-        assert found[f"{name} gaps"].values.tolist() == [2.0, 2.0, 2.0]
-        assert found[f"{name} itl"].values[0] > 0 and (found[f"{name} ttft"].values > 0).all()
+        assert series[f"{name} gaps"].values.tolist() == [2.0, 2.0, 2.0]
+        assert series[f"{name} itl"].values[0] > 0 and (series[f"{name} ttft"].values > 0).all()
 
 
 def test_the_rate_is_stretched_with_the_targets():
-    given = vars(Protocol(requests=20)) | {"seed": 1}
-    (slow, prompts), (fast, same) = (serving.workload(given, stretch, 300) for stretch in (1.0, 0.5))
+    options = vars(Protocol(requests=20)) | {"seed": 1}
+    (slow, prompts), (fast, same) = (serving.workload(options, stretch, 300) for stretch in (1.0, 0.5))
     assert [one.arrival for one in slow] == pytest.approx([2 * one.arrival for one in fast])
     assert prompts == same and all(len(prompts[one.number]) == one.prompt_tokens for one in slow)
 
@@ -223,12 +225,11 @@ def test_the_rate_is_stretched_with_the_targets():
 def test_the_spec_asks_for_every_printed_cell_once():
     flow = Workflow(scales.load(name="pocket").on("cuda"))
     cells = flow.cells("spear", "3")
-    asked = [cell.params for cell in cells if isinstance(cell.params, Serving)]
+    in_spec = [cell.params for cell in cells if isinstance(cell.params, Serving)]
     for metric, show in (("p99_itl_ms", "itl"), ("ttft_ms", "ttft")):
         rows = {cell.row for cell in cells if cell.metric == metric and cell.params.show == show}
         assert len(rows) == 6 + 2
     assert sum(cell.metric in ("p99_itl_ms", "ttft_ms") for cell in cells) == 36 + 12
-    assert {(params.policy, params.percent) for params in asked} == {
-        (policy, percent) for policy in serving.POLICIES for percent in serving.PERCENTS
-    }
+    every = set(itertools.product(serving.POLICIES, serving.PERCENTS))
+    assert {(params.policy, params.percent) for params in in_spec} == every
     assert tables.table("spear", "3").claims[0].claim == "spear C009"

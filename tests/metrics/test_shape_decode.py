@@ -121,16 +121,16 @@ def test_a_shape_under_another_setting_of_bit_by_bit_is_refused():
 
 def test_transformers_steps_are_timed_between_tokens(monkeypatch):
     monkeypatch.setitem(shape_decode.SHAPES, "tiny", TINY)
-    given = []
+    steps = []
     real = shape_decode.Clock.put
-    monkeypatch.setattr(shape_decode.Clock, "put", lambda self, ids: given.append(len(ids)) or real(self, ids))
+    monkeypatch.setattr(shape_decode.Clock, "put", lambda self, ids: steps.append(len(ids)) or real(self, ids))
     assert shape_decode.transformers_steps("tiny", torch.device("cpu"))(5, 3) > 0
-    assert len(given) == 1 + 4, "the prompt, the token of its prefill, and three steps"
+    assert len(steps) == 1 + 4, "the prompt, the token of its prefill, and three steps"
 
 
 def test_table_8_has_its_own_device_and_ours():
-    asked = {(cell.params.how, cell.params.length) for cell in tables.cells("bitbybit", "decode")}
-    assert asked == set(product(AT_LENGTHS, shape_decode.LENGTHS))
+    cells = {(cell.params.how, cell.params.length) for cell in tables.cells("bitbybit", "decode")}
+    assert cells == set(product(AT_LENGTHS, shape_decode.LENGTHS))
     (claim,) = tables.table("bitbybit", "table8"[5:]).claims
     judged = table_results.judge(Workflow(replace(scales.load(name="pocket"), models={}), stored=True), claim)
     assert judged.own_numbers == "consistent" and len(judged.cases) == 4
@@ -141,8 +141,8 @@ def test_table_8_has_its_own_device_and_ours():
 
 
 def test_table_and_figure_ask_for_every_way_and_shape():
-    asked = {(cell.params.shape, cell.params.how) for cell in tables.cells("spqt", "decode")}
-    assert {how for _, how in asked} == {*HOW, *AS_TRAINED} and len(asked) == 4 * (len(HOW) + len(AS_TRAINED))
+    cells = {(cell.params.shape, cell.params.how) for cell in tables.cells("spqt", "decode")}
+    assert {how for _, how in cells} == {*HOW, *AS_TRAINED} and len(cells) == 4 * (len(HOW) + len(AS_TRAINED))
     assert len(figures.cells("spqt", "7")) == 12
     flow = Workflow(scales.load(name="pocket").on("cuda"), stored=False)
     jobs = {job.id for job in flow.every_job(flow.cells("spqt", "decode"))}
@@ -155,11 +155,12 @@ def test_table_and_figure_ask_for_every_way_and_shape():
 def test_lists_of_a_trained_model_are_of_its_job():
     """The model under the same recipe, and a text; a shape, a model and a recipe make one job."""
     (made,) = ShapeDecode("Llama-2-7B", "teal50").jobs(target("cuda")).values()
-    needs, given = dict(made.needs), made.parsed_options()
+    needs, options = dict(made.needs), made.parsed_options()
     assert needs["weights"].kind == "compress"
-    assert parse(needs["weights"].parsed_options()["recipe"]).config == parse(given["recipe"]).config
-    assert "thresholds=teal" in given["recipe"] and (given["model"], given["shape"]) == ("pocket-3m", "Llama-2-7B")
-    assert needs["text"].kind == "tokens" and (given["length"], given["windows"]) == (2048, 1)
+    assert parse(needs["weights"].parsed_options()["recipe"]).config == parse(options["recipe"]).config
+    assert "thresholds=teal" in options["recipe"]
+    assert (options["model"], options["shape"]) == ("pocket-3m", "Llama-2-7B")
+    assert needs["text"].kind == "tokens" and (options["length"], options["windows"]) == (2048, 1)
     others = [ShapeDecode("Llama-2-7B", "unified50"), ShapeDecode("Llama-2-13B", "teal50")]
     ids = {next(iter(one.jobs(target("cuda")).values())).id for one in others}
     assert len(ids | {made.id}) == 3

@@ -1,5 +1,6 @@
 """The kind of cell of texts under a schedule: known answers, controls of equal bits, thresholds from other prompts."""
 
+import itertools
 from dataclasses import asdict, replace
 
 import engines
@@ -72,62 +73,62 @@ def shown(series, params):
 
 
 def test_full_precision_agrees_with_itself(built, target):
-    held = built(Switching("agreement"), target.under("fp16"))
+    series = built(Switching("agreement"), target.under("fp16"))
     for show, value in {"agreement": 100, "prefix": 100, "KL": 0, "bits": 16, "bits with prefill": 16}.items():
-        assert held[show].values.tolist() == [value] * 4, show
+        assert series[show].values.tolist() == [value] * 4, show
     assert Switching("agreement").itself == 100 and Switching("KL").reference
-    assert {len(held[f"tokens {i}"].values) for i in range(4)} == {40}
+    assert {len(series[f"tokens {i}"].values) for i in range(4)} == {40}
 
 
 def test_a_static_width_has_its_bits_and_differs(built):
-    held, full = built(Switching("agreement")), built(Switching("agreement", schedule=QUICK))
-    assert held["bits"].values.tolist() == [4] * 4 and held["switches"].values.tolist() == [0] * 4
-    assert (held["KL"].values > 0).all() and (held["prefix"].values < 100).all()
-    assert (full["KL"].values < held["KL"].values).all()
+    static, switched = built(Switching("agreement")), built(Switching("agreement", schedule=QUICK))
+    assert static["bits"].values.tolist() == [4] * 4 and static["switches"].values.tolist() == [0] * 4
+    assert (static["KL"].values > 0).all() and (static["prefix"].values < 100).all()
+    assert (switched["KL"].values < static["KL"].values).all()
 
 
 def test_repetitions_are_counted_and_drawn_by_token():
     """Of 30 tokens the last 12 are those of the beginning: 5 of them end eight that were there before."""
     text = [*range(18), *range(12)]
     assert [i for i, again in enumerate(switching.repeated(text)) if again] == [25, 26, 27, 28, 29]
-    held = {f"tokens {i}": Series(np.asarray(one, float), "tokens") for i, one in enumerate((text, list(range(30))))}
-    share = switching._curve(held, "repeated", spread=False)
+    texts = {f"tokens {i}": Series(np.asarray(one, float), "tokens") for i, one in enumerate((text, list(range(30))))}
+    share = switching._curve(texts, "repeated", spread=False)
     assert len(share) == 10 and share[0] == 0 and share[-1] == pytest.approx(100 * 5 / 20 / 2)
     params = Switching("repeated by token")
-    assert params.series({"texts": Observations(held, {})}, None)[params.show].values.tolist() == share.tolist()
+    assert params.series({"texts": Observations(texts, {})}, None)[params.show].values.tolist() == share.tolist()
 
 
 def test_what_is_stored_beside_the_codes_counts_as_bits(built, target):
     """One in fifty weights in 16 bits with 16 more for its column, and where each row begins."""
     at = target.under("dns(w4, g64, share=0.02)")
-    held, full = built(Switching("bits"), at), built(Switching("bits"), target.under("rtn-w4-g64"))
-    beside = held["bits"].values[0] - full["bits"].values[0]
+    series, full = built(Switching("bits"), at), built(Switching("bits"), target.under("rtn-w4-g64"))
+    beside = series["bits"].values[0] - full["bits"].values[0]
     assert full["bits"].values.tolist() == [4] * 4 and 0.02 * 32 < beside < 0.02 * 32 + 1
-    assert held["bits along"].values[0] == held["bits with prefill"].values[0] == held["bits"].values[0]
-    assert 0 < held["KL"].values.mean() < full["KL"].values.mean() and held["prefix"].values.max() <= 100
+    assert series["bits along"].values[0] == series["bits with prefill"].values[0] == series["bits"].values[0]
+    assert 0 < series["KL"].values.mean() < full["KL"].values.mean() and series["prefix"].values.max() <= 100
 
 
 def test_a_schedule_that_never_switches_is_full_precision(built):
-    held = built(Switching("agreement", schedule="flexquant(threshold=1.0)"))
-    assert held["agreement"].values.tolist() == [100] * 4 and held["KL"].values == pytest.approx([0] * 4, abs=1e-9)
-    assert held["bits"].values.tolist() == [16] * 4 and "log 0" not in held
+    series = built(Switching("agreement", schedule="flexquant(threshold=1.0)"))
+    assert series["agreement"].values.tolist() == [100] * 4 and series["KL"].values == pytest.approx([0] * 4, abs=1e-9)
+    assert series["bits"].values.tolist() == [16] * 4 and "log 0" not in series
 
 
 def test_scores_and_bits_are_those_of_the_tokens_and_the_log(built, target):
     params = Switching("agreement", schedule=QUICK)
-    held, full = built(params), built(params, target.under("fp16"))
+    series, full = built(params), built(params, target.under("fp16"))
     tokenizer = models.tokenizer(target.model)
     for i in range(4):
-        ours, theirs = (list(map(int, one[f"tokens {i}"].values)) for one in (held, full))
+        ours, theirs = (list(map(int, one[f"tokens {i}"].values)) for one in (series, full))
         text, reference = (tokenizer.decode(each, skip_special_tokens=True) for each in (ours, theirs))
-        assert held["agreement"].values[i] == pytest.approx(text_scores.rouge_l(text, [reference]))
-        assert held["prefix"].values[i] == pytest.approx(100 * text_scores.common_prefix(ours, theirs) / 40)
-        assert len(times(held, i)) == held["switches"].values[i]
-        assert held["KL"].values[i] == pytest.approx(held[f"kl {i}"].values.mean())
-    assert max(held["switches"].values) > 4 and min(held["bits"].values) < 14
-    assert (held["bits with prefill"].values >= held["bits"].values).all()
-    group = {held[name].group for name in ("agreement", "KL", "bits")}
-    assert len(group) == 1 and held["KL"].group == full["KL"].group  # paired, prompt by prompt
+        assert series["agreement"].values[i] == pytest.approx(text_scores.rouge_l(text, [reference]))
+        assert series["prefix"].values[i] == pytest.approx(100 * text_scores.common_prefix(ours, theirs) / 40)
+        assert len(times(series, i)) == series["switches"].values[i]
+        assert series["KL"].values[i] == pytest.approx(series[f"kl {i}"].values.mean())
+    assert max(series["switches"].values) > 4 and min(series["bits"].values) < 14
+    assert (series["bits with prefill"].values >= series["bits"].values).all()
+    group = {series[name].group for name in ("agreement", "KL", "bits")}
+    assert len(group) == 1 and series["KL"].group == full["KL"].group  # paired, prompt by prompt
 
 
 @pytest.mark.parametrize("control", ["uniform", "random_times", "reversed", "oracle"])
@@ -135,17 +136,17 @@ def test_a_control_has_the_mean_bits_of_what_it_stands_against(built, control):
     params, other = Switching("bits", schedule=QUICK), QUICK
     if control in ("reversed", "oracle"):
         other, control = f"flexquant(window=3, layers=2, prompt_tokens=4, order={control})", "other_order"
-    held, controlled = built(params), built(replace(params, control=control, schedule=other))
+    measured, controlled = built(params), built(replace(params, control=control, schedule=other))
     for name in ("bits", "bits along"):
-        assert controlled[name].values == pytest.approx(held[name].values, abs=0.35), name
+        assert controlled[name].values == pytest.approx(measured[name].values, abs=0.35), name
     made = [times(controlled, i) for i in range(4)]
-    assert control == "other_order" or made != [times(held, i) for i in range(4)]
-    assert all(step >= plan.EARLIEST for each in made for step in each)
+    assert control == "other_order" or made != [times(measured, i) for i in range(4)]
+    assert min(itertools.chain.from_iterable(made), default=plan.EARLIEST) >= plan.EARLIEST
 
 
 def test_a_quantile_of_the_window_means_on_other_prompts_is_the_threshold(built, target):
     params = Switching("threshold", schedule=QUICK, quantile=0.6)
-    held = built(params)
+    series = built(params)
     job = dict(params.jobs(target)["texts"].needs)["validation"]
     tested, validated = (
         switching._prompts(one) for one in (job.parsed_options() | {"validating": False}, job.parsed_options())
@@ -157,15 +158,15 @@ def test_a_quantile_of_the_window_means_on_other_prompts_is_the_threshold(built,
     for name, one in built(params, need="validation").items():
         if name.startswith("PPLE "):
             means += [one.values[i : i + 3].mean() for i in range(1, len(one.values) - 2)]
-    assert held["threshold"].values == pytest.approx([np.quantile(means, 0.6)] * 4, rel=1e-6)
+    assert series["threshold"].values == pytest.approx([np.quantile(means, 0.6)] * 4, rel=1e-6)
 
 
 def test_references_are_scored_where_a_set_has_them(built, target):
-    held = built(Switching("rougeL", prompts="gsm8k", schedule=QUICK))
-    assert len(held["rougeL"].values) == 4 and 0 <= shown(held, Switching("bleu")) <= 100
-    assert shown(held, Switching("rougeL")) == pytest.approx(held["rougeL"].values.mean())
-    assert shown(held, Switching("similarity")) == pytest.approx(held["similarity"].values.mean())
-    assert 0 < shown(held, Switching("similarity")) < 100
+    series = built(Switching("rougeL", prompts="gsm8k", schedule=QUICK))
+    assert len(series["rougeL"].values) == 4 and 0 <= shown(series, Switching("bleu")) <= 100
+    assert shown(series, Switching("rougeL")) == pytest.approx(series["rougeL"].values.mean())
+    assert shown(series, Switching("similarity")) == pytest.approx(series["similarity"].values.mean())
+    assert 0 < shown(series, Switching("similarity")) < 100
     assert not Switching("rougeL").series({"texts": observations.Observations(built(Switching("agreement")), {})}, None)
 
 
@@ -187,7 +188,7 @@ def test_similarity_is_that_of_full_precisions_hidden_states(target):
 
 def test_jobs_declare_what_decides_them(target):
     """Another schedule, quantile, control or prompt set is another job; full precision has one for all schedules."""
-    asked = [
+    different = [
         Switching("bits", schedule=QUICK),
         Switching("bits", schedule="flexquant"),
         Switching("bits", schedule=QUICK, quantile=0.5),
@@ -195,14 +196,14 @@ def test_jobs_declare_what_decides_them(target):
         Switching("bits", prompts="gsm8k", schedule=QUICK),
         Switching("bits"),
     ]
-    made = [params.jobs(target)["texts"] for params in asked]
-    assert len({job.id for job in made}) == len(asked)
-    full = {params.jobs(target.under("fp16"))["texts"].id for params in asked}
+    made = [params.jobs(target)["texts"] for params in different]
+    assert len({job.id for job in made}) == len(different)
+    full = {params.jobs(target.under("fp16"))["texts"].id for params in different}
     assert len(full) == 2  # a prompt set each
     assert set(dict(made[3].needs)) == {"full", "w8", "w4", "signal"} and set(dict(made[5].needs)) == {"full", "w4"}
-    fewer = asked[0].jobs(replace_protocol(target, replace(SMALL, prompts=3)))
+    fewer = different[0].jobs(replace_protocol(target, replace(SMALL, prompts=3)))
     assert fewer["texts"].id != made[0].id
-    assert asked[0].jobs(replace_protocol(target, None)) is None
+    assert different[0].jobs(replace_protocol(target, None)) is None
     assert asdict(SMALL)["prompts"] == 4
 
 
@@ -247,9 +248,9 @@ def test_a_schedule_is_written_as_it_is_read():
 def test_run_says_which_package_a_table_lacks(monkeypatch, capsys):
     monkeypatch.setitem(text_scores.PACKAGES, "rougeL", "a_package_that_is_not_here")
     assert main(["run", "flexquant/table2", "--dry-run"]) == 0
-    said = capsys.readouterr()
-    assert "switching/" not in said.out
-    assert "flexquant/table2: not run: " in said.err and "a_package_that_is_not_here" in said.err
+    printed = capsys.readouterr()
+    assert "switching/" not in printed.out
+    assert "flexquant/table2: not run: " in printed.err and "a_package_that_is_not_here" in printed.err
 
 
 # --- at chance --------------------------------------------------------------------------------------------------------
@@ -296,9 +297,9 @@ def test_numbers_of_prompts_have_a_paired_interval(built, target):
     """Of a cell, of BLEU over all texts together, and of a difference of two schedules on the same prompts."""
     quantities = {}
     for name, schedule in (("a", QUICK), ("b", "")):
-        held = {"texts": observations.Observations(built(Switching("KL", schedule=schedule)), {})}
+        needs = {"texts": observations.Observations(built(Switching("KL", schedule=schedule)), {})}
         params = Switching("KL", schedule=schedule)
-        quantities[name] = Quantity([params.series(held, target)], lambda mean: mean["KL"], compares=True)
+        quantities[name] = Quantity([params.series(needs, target)], lambda mean: mean["KL"], compares=True)
         alone = quantities[name].interval()
         assert alone.lo < alone.value < alone.hi and alone.n == 4
     gap = compose("b - a", quantities).interval()

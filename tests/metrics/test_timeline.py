@@ -52,14 +52,14 @@ def test_the_spans_of_an_iteration_are_counted_from_its_beginning():
 @pytest.mark.parametrize("draft, prefetch", [("subspec", True), ("subspec", False), ("none", False)])
 def test_a_tiny_shape_copies_drafts_and_verifies_once(tiny, draft, prefetch):
     params = Timeline("tiny", least(draft), "copies", draft=draft, prefetch=prefetch)
-    given = job_of(params, context=96, warm=1).parsed_options()
-    result = timeline.measured(given | {"draft": given["draft"] and vars(DRAFT)}, CPU, torch.float32)
+    options = job_of(params, context=96, warm=1).parsed_options()
+    result = timeline.measured(options | {"draft": options["draft"] and vars(DRAFT)}, CPU, torch.float32)
     passes, ((begin, end),) = result["draft passes"], result["verification"]
     assert len(passes) == (2 if draft == "subspec" else 0)
     if passes:
         assert passes[0][0] == 0 and passes[0][1] <= passes[1][0] and passes[1][1] <= begin
     copies = result["copies"]
-    assert begin < end and copies == sorted(copies) and all(0 < length for length in (b - a for a, b in copies))
+    assert begin < end and copies == sorted(copies) and all(start < stop for start, stop in copies)
     assert copies[-1][0] < end and copies[0][1] > 0
     if not prefetch:  # a weight is copied when it is needed
         assert len(copies) % 4 == 0 and all(begin <= one and two <= end for one, two in copies)
@@ -102,8 +102,8 @@ def test_the_figure_has_a_lane_for_each_stream_of_three_ways(tmp_path, monkeypat
     flow = Workflow(scales.load(name="pocket").on("cpu"), stored=False)
     spans = {"copies": [(-1.0, 2.0), (2.0, 4.0)], "draft passes": [(0.0, 1.0)], "verification": [(1.0, 5.0)]}
 
-    def measured(given, device, dtype):
-        return spans if given["draft"] else spans | {"draft passes": []}
+    def measured(options, device, dtype):
+        return spans if options["draft"] else spans | {"draft passes": []}
 
     monkeypatch.setattr(timeline, "measured", measured)
     monkeypatch.setattr(timeline, "refuse_without_gpu", lambda device: None)

@@ -46,12 +46,12 @@ def test_classes_add_up_to_the_window_and_each_is_the_sum_over_its_own_tokens():
 
 def test_what_is_shown_is_one_class_and_full_precision_has_no_kl_of_its_own():
     values = {f"{name}/nll": Series(np.asarray([i, i + 2.0]), "windows") for i, name in enumerate(token_class.CLASSES)}
-    held = {"classes": Observations(values, {})}
+    needs = {"classes": Observations(values, {})}
     params = token_class.TokenClass("wikitext2", "starts")
-    ((name, one),) = params.series(held, None).items()
+    ((name, one),) = params.series(needs, None).items()
     assert params.value({name: one.values.mean()}) == 4.0
     kl = token_class.TokenClass("wikitext2", "starts", "kl")
-    assert kl.series(held, None) == {} and kl.itself == 0.0 and kl.reference
+    assert kl.series(needs, None) == {} and kl.itself == 0.0 and kl.reference
 
 
 def test_the_spec_asks_every_class_of_every_text_with_one_job_a_recipe():

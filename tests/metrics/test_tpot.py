@@ -38,15 +38,16 @@ def measured(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write(path, found):
-    path.write_text(json.dumps(FACTS | found))
+def write(path, facts):
+    path.write_text(json.dumps(FACTS | facts))
 
 
 def around(lost):
     """Milliseconds of steps around switches, each of which delays its token; between them layers get faster."""
-    ms = [4.0 - 0.01 * sum(step >= at for at in SWITCHES) for step in range(1, 101)]
-    for at in SWITCHES:
-        ms[at - 1] += lost
+    ms = []
+    for step in range(1, 101):
+        switched = sum(step >= at for at in SWITCHES)
+        ms.append(4.0 - 0.01 * switched + lost * (step in SWITCHES))
     return ms
 
 
@@ -85,16 +86,18 @@ def test_a_schedule_takes_each_layers_share_of_the_step_of_its_width(measured, l
                 bits[name] = width
             switches += made < len(moves)
             made += layers
-        held = {width: sum(size for name, size in sizes.items() if bits[name] == width) for width in MS}
+        weights_at = dict.fromkeys(MS, 0)
+        for name, size in sizes.items():
+            weights_at[bits[name]] += size
         total = sum(sizes.values())
-        mixed = np.interp((held[8] + 2 * held[4]) / total, [0, 0.5, 1, 1.5, 2], [0, 0.2, 0, 0.1, 0])
-        seconds.append(mixed + sum(held[width] / total * step(width, 128 + token) for width in MS))
+        mixed = np.interp((weights_at[8] + 2 * weights_at[4]) / total, [0, 0.5, 1, 1.5, 2], [0, 0.2, 0, 0.1, 0])
+        seconds.append(mixed + sum(weights_at[width] / total * step(width, 128 + token) for width in MS))
     params = TimePerToken("ms", "1500", f"flexquant(layers={layers})")
     assert shown(params) == pytest.approx(np.mean(seconds) + switches * LOST[layers] / 1500)
     every = ("16 bits", "8 bits", "4 bits", "cache", "mixing", "PPLE")
     parts = [shown(TimePerToken(part, "1500", params.schedule)) for part in every]
     assert sum(parts) == pytest.approx(seconds[-1]) and (parts[4] > 0) == (layers == 1) and parts[5] > 0
-    grown = sum(held[width] / total * (step(width, 1628) - MS[width][0]) for width in MS)
+    grown = sum(weights_at[width] / total * (step(width, 1628) - MS[width][0]) for width in MS)
     assert parts[3] == pytest.approx(grown), (
         "what keys and values add to the shortest context, the signal on neither side"
     )

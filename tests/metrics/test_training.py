@@ -23,8 +23,8 @@ def value(show, *before, **facts):
     """Of a recipe whose last step left `facts`, and the steps before it those in `before`."""
     params, steps = training.Training(show), {}
     for i, one in enumerate((facts, *before)):
-        held = {name: Series(np.asarray(values, dtype=float), "layers") for name, values in one.items()}
-        steps[f"step {i}"] = Observations(held, {})
+        by_name = {name: Series(np.asarray(values, dtype=float), "layers") for name, values in one.items()}
+        steps[f"step {i}"] = Observations(by_name, {})
     result = params.series(steps, None)
     return params.value({name: one.values.mean() for name, one in result.items()}) if result else None
 
@@ -73,7 +73,7 @@ def test_the_headline_makes_its_papers_table_and_those_that_take_no_job():
 def test_the_longest_way_through_the_headline_is_begun_first():
     """SPEAR's training alone behind everything else was two minutes of one idle core."""
     snake = SnakemakeAdapter(scales.load(name="pocket").as_config(), None)
-    jobs = {job.id: job for name in ("table1", "spear/table1") for job in snake.jobs_of(name)}
+    jobs = {job.id: job for job in [*snake.jobs_of("table1"), *snake.jobs_of("spear/table1")]}
 
     def priority(job):
         kind, _, name = job.id.partition("/")

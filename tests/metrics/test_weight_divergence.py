@@ -26,15 +26,15 @@ def test_every_layer_in_model_order(direction, tmp_path):
                 if not runner.done(each):
                     runner.run(each)
             made = compress.load(job.parsed_options(), dict(job.needs)["weights"].folder).model
-            held = {"layers": observations.load(job.folder / observations.FILE)}
+            needs = {"layers": observations.load(job.folder / observations.FILE)}
         full = compress.load(job.parsed_options(), None).model
         wanted = [
             divergence(linear.weight.detach(), block_linears(made)[name].weight.detach(), Config(direction=direction))
             for name, linear in block_linears(full).items()
         ]
-        result[bits] = params.series(held, target)["layers"].values
+        result[bits] = params.series(needs, target)["layers"].values
         assert result[bits].tolist() == pytest.approx(wanted) and min(wanted) > 0
-        spread = WeightDivergence("spread", direction).series(held, target)["spread"].values
+        spread = WeightDivergence("spread", direction).series(needs, target)["spread"].values
         assert spread.tolist() == pytest.approx([max(wanted) / min(wanted)])
         assert WeightDivergence("mean").value({"mean": 2.0}) == 2.0
     assert (result[4] > result[8]).all()

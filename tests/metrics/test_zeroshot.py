@@ -106,7 +106,9 @@ def small_files(tmp_path_factory) -> Path:
         text = content if isinstance(content, str) else "".join(json.dumps(r) + "\n" for r in content)
         (folder / "zeroshot" / name).write_text(text, encoding="utf-8")
     (folder / "corpus").mkdir()
-    paragraphs = [" ".join(f"{word}{i}" for i in range(61)) for word in ("sun", "rain", "ice", "fog", "sea")]
+    paragraphs = []
+    for word in ("sun", "rain", "ice", "fog", "sea"):
+        paragraphs.append(" ".join(f"{word}{i}" for i in range(61)))
     (folder / "corpus/valid.txt").write_text("\n\n".join(["\n".join(paragraphs)] * 2), encoding="utf-8")
     with tarfile.open(folder / "zeroshot/raw/mmlu.tar.xz", "w:xz") as archive:
         for subject in SUBJECTS:
@@ -195,10 +197,9 @@ def by_hand(task: str, data: Path) -> list[tuple[list[tuple[str, str]], int | No
     return items
 
 
-SMALL_MMLU = "The following are multiple choice questions (with answers) about high school physics.\n\n" + "".join(
-    f"How much is {i}, and 1?\nA. {i}\nB. {i + 1}\nC. {i},5\nD. none\nAnswer:{answer}"
-    for i, answer in [(i, " B\n\n") for i in range(100, 105)] + [(1, "")]
-)
+SMALL_MMLU = "The following are multiple choice questions (with answers) about high school physics.\n\n"
+for number, letter in (*((i, " B\n\n") for i in range(100, 105)), (1, "")):
+    SMALL_MMLU += f"How much is {number}, and 1?\nA. {number}\nB. {number + 1}\nC. {number},5\nD. none\nAnswer:{letter}"
 REAL_MMLU = (
     "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
     "Find all c in Z_3 such that Z_3[x]/(x^2 + c) is a field.\nA. 0\nB. 1\nC. 2\nD. 3\nAnswer: B\n\n"
@@ -275,7 +276,9 @@ def test_a_draw_is_of_the_whole_set_and_always_the_same(small, bytewise):
 
 def test_the_chance_of_ten_items_a_subject_is_that_of_the_commonest_answer(mirror):
     subjects = tasks.items(tasks.TASKS["mmlu-10"], mirror)
-    gold = [record["answer"] for splits in subjects.values() for _, record in splits["test"]]
+    gold = []
+    for splits in subjects.values():
+        gold += [record["answer"] for _, record in splits["test"]]
     assert (len(subjects), len(gold)) == (57, 570)
     assert tasks.TASKS["mmlu-10"].chance == pytest.approx(max(map(gold.count, range(4))) / 570)
 
@@ -349,7 +352,9 @@ def lm_evals_own(model, tokenizer, task, data, limit):
         harness.bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
         samples = lm_eval.evaluate(harness, {"tasks": loaded}, bootstrap_iters=0)["samples"]
     every = list(chain.from_iterable(sorted(samples[name], key=lambda sample: sample["doc_id"]) for name in loaded))
-    logliks = [[loglik for loglik, _ in sample["filtered_resps"]] for sample in every]
+    logliks = []
+    for sample in every:
+        logliks.append([loglik for loglik, _ in sample["filtered_resps"]])
     return logliks, [int(sample[tasks.TASKS[task].metric]) for sample in every]
 
 
@@ -432,17 +437,17 @@ def test_what_a_model_cannot_share_is_not_shared(name):
     torch.manual_seed(0)
     model, drawn = NOT_SHARED[name]().eval(), np.random.default_rng(0)
     prefix = drawn.integers(2, 4096, size=40)
-    rows, asked = [], []
+    rows, pairs = [], []
     for length, counts in ((5, (30, 1, 20)), (60, (8, 40, 25)), (25, (50,))):
         prompt = drawn.integers(2, 4096, size=length)
         for count in counts:
             answer = drawn.integers(2, 4096, size=count)
-            for place, before in ((-1, []), (0, prefix.tolist())):
-                rows.append((place, np.concatenate([prompt, answer]).astype(np.int32), count))
-                asked.append((("", ""), before + prompt.tolist(), answer.tolist()))
+            for document, before in ((-1, []), (0, prefix.tolist())):
+                rows.append((document, np.concatenate([prompt, answer]).astype(np.int32), count))
+                pairs.append((("", ""), before + prompt.tolist(), answer.tolist()))
     tokenizer = known_models.tokenizer("pocket-3m")
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, backend="causal", softmax_dtype="float32")
-    wanted = harness._loglikelihood_tokens(asked, disable_tqdm=True)
+    wanted = harness._loglikelihood_tokens(pairs, disable_tqdm=True)
     for tokens in (64, 4096):
         logliks, greedy, cut = loglikelihood.score(model, [prefix.astype(np.int32)], rows, tokens)
         assert logliks == pytest.approx([loglik for loglik, _ in wanted], rel=1e-5, abs=1e-4)
@@ -723,23 +728,23 @@ def test_a_damaged_file_of_requests_is_said(small, bytewise, tmp_path):
 
 
 def target(recipe: str, names: list[str]) -> Target:
-    given = {"name": "test", "about": "a test", "models": {}, "corpora": {}, "zeroshot": {"tasks": names}}
+    settings = {"name": "test", "about": "a test", "models": {}, "corpora": {}, "zeroshot": {"tasks": names}}
     calibration = {"corpus": "tiny-held-out", "sequences": 2, "length": 8}
-    return Target(scales.load(given | {"calibration": calibration}), "pocket-3m", recipe)
+    return Target(scales.load(settings | {"calibration": calibration}), "pocket-3m", recipe)
 
 
 def test_a_draw_is_what_recipes_answer_and_full_precision_answers_the_whole_set_too():
     names = ["piqa", "mmlu-10", "mmlu"]
     full, low = (target(recipe, names) for recipe in ("fp16", "rtn-w4-pc"))
     assert [kind.ZeroShot().jobs(at)["items"].parsed_options()["tasks"] for at in (full, low)] == [names, names[:2]]
-    held = {"items": Observations({f"{name}/correct": Series(answers(1, 2), "items") for name in names}, {})}
+    needs = {"items": Observations({f"{name}/correct": Series(answers(1, 2), "items") for name in names}, {})}
     for params, wanted in {
         kind.ZeroShot(): ["piqa", "mmlu-10"],
         kind.ZeroShot(("mmlu",)): ["mmlu-10"],
         kind.ZeroShot(("mmlu-10",)): ["mmlu-10"],
         kind.ZeroShot(("mmlu",), whole=True): ["mmlu"],
     }.items():
-        assert list(params.series(held, full)) == [f"{name}/correct" for name in wanted]
+        assert list(params.series(needs, full)) == [f"{name}/correct" for name in wanted]
     assert kind.ZeroShot(("mmlu",), whole=True).jobs(low) is None, "full precision alone"
     assert kind.ZeroShot(("mmlu",), whole=True).jobs(full) is not None
     alone = target("rtn-w4-pc", ["piqa", "mmlu"])
