@@ -1,5 +1,6 @@
 """RTN and GPTQ: the known answers of the papers' own code, a slow GPTQ by the equations, and properties of the grid."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -61,8 +62,8 @@ def test_known_inputs():
     ],
 )
 def test_rtn_known_answers(options, weight_error, output_error):
-    got = errors(grid.rtn(W, Grid(**options, scale_dtype="float32")).dequantize())
-    assert got == pytest.approx((weight_error, output_error), rel=CLOSE)
+    measured = errors(grid.rtn(W, Grid(**options, scale_dtype="float32")).dequantize())
+    assert measured == pytest.approx((weight_error, output_error), rel=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,8 @@ def test_rtn_known_answers(options, weight_error, output_error):
     ],
 )
 def test_gptq_known_answers(options, weight_error, output_error):
-    got = errors(gptq.gptq(W, hessian(), Config(**options, scale_dtype="float32")).dequantize())
-    assert got == pytest.approx((weight_error, output_error), rel=CLOSE)
+    measured = errors(gptq.gptq(W, hessian(), Config(**options, scale_dtype="float32")).dequantize())
+    assert measured == pytest.approx((weight_error, output_error), rel=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +171,8 @@ def test_gptq_agrees_with_the_equations(options):
     w, x = W[:24, :48], X[:64, :48]
     H = 2 * x.T @ x
     config = Config(**options, scale_dtype="float32")
-    got, want = gptq.gptq(w, H, config).dequantize().double(), slow_gptq(w, H, config)
-    off = (got - want).abs().amax(1) > 1e-5
+    fast, slow = gptq.gptq(w, H, config).dequantize().double(), slow_gptq(w, H, config)
+    off = (fast - slow).abs().amax(1) > 1e-5
     assert off.sum() <= 1, "at most one row may round a near tie the other way"
 
 
@@ -196,19 +197,19 @@ def test_gptq_is_better_than_rtn_on_its_calibration(options, seed):
 def test_dead_columns_become_zero_and_cost_nothing():
     H = hessian()
     H[5], H[:, 5] = 0, 0
-    got = gptq.gptq(W, H, Config()).dequantize()
-    assert (got[:, 5] == 0).all()
+    quantized = gptq.gptq(W, H, Config()).dequantize()
+    assert (quantized[:, 5] == 0).all()
     wild = W.clone()
     wild[:, 5] = 100
-    assert torch.equal(got, gptq.gptq(wild, H, Config()).dequantize())
+    assert torch.equal(quantized, gptq.gptq(wild, H, Config()).dequantize())
 
 
 def test_a_dead_column_ranks_as_one_in_act_order_and_touches_no_other():
     H, live = torch.diag(torch.tensor([4.0, 0, 0.5, 2])), [0, 2, 3]
     config = Config(group=2, act_order=True)
-    got = gptq.gptq(W[:8, :4], H, config)
-    assert got.group_index.tolist() == [0, 1, 1, 0]  # order 0, 3, 1, 2: the dead column comes before H_ii = 0.5
-    assert (got.dequantize()[:, 1] == 0).all()
+    quantized = gptq.gptq(W[:8, :4], H, config)
+    assert quantized.group_index.tolist() == [0, 1, 1, 0]  # order 0, 3, 1, 2: the dead column comes before H_ii = 0.5
+    assert (quantized.dequantize()[:, 1] == 0).all()
     alone = gptq.gptq(W[:8, live], H[live][:, live], Config()).dequantize()
     assert torch.equal(gptq.gptq(W[:8, :4], H, Config()).dequantize()[:, live], alone)
 
@@ -308,8 +309,8 @@ def test_one_group_per_row_is_per_channel(w, g):
 def test_a_constant_row_is_exact_up_to_its_stored_scale(value, bits):
     w = torch.full((1, 8), value)
     for dtype, close in (("float32", 1e-6), ("float16", 2**-10)):
-        got = grid.rtn(w, Grid(bits=bits, scale_dtype=dtype)).dequantize()
-        assert torch.allclose(got, w, rtol=close, atol=2**-15)
+        rounded = grid.rtn(w, Grid(bits=bits, scale_dtype=dtype)).dequantize()
+        assert torch.allclose(rounded, w, rtol=close, atol=2**-15)
 
 
 def test_zero_rows_stay_zero():
@@ -411,7 +412,8 @@ def test_dense_and_sparse_is_better_than_gptq_alone_and_is_read_back_whole(layou
     grid_of = both.weights[name].scales.float().max(), alone.weights[name].scales.float().max()
     assert grid_of[0] < grid_of[1], "the range of what is left is narrower"
     assert zero.sum() == len(both.attachments[name][0].tensors["values"])
-    assert both.extra_bits["dns"] == sum(one.stored_bits() for each in both.attachments.values() for one in each)
+    attachments = itertools.chain.from_iterable(both.attachments.values())
+    assert both.extra_bits["dns"] == sum(attachment.stored_bits() for attachment in attachments)
     both.save(tmp_path / "data.safetensors", {})
     again = LowBitModel(tiny.model(layout))
     again.load(tmp_path / "data.safetensors")
@@ -466,7 +468,10 @@ def test_linears_with_one_input_share_a_hessian(layout, want):
     made = tiny.model(layout)
     hidden, kwargs = block_inputs(made, tiny.tokens(1))
     families = gptq.same_input(made.model.layers[0], hidden[0], kwargs[0])
-    assert [{name.split(".")[-1] for name in family} for family in families] == want
+    last_names = []
+    for family in families:
+        last_names.append({name.split(".")[-1] for name in family})
+    assert last_names == want
 
 
 def test_true_sequential_feeds_quantized_outputs_forward_inside_a_block():

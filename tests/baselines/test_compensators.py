@@ -1,6 +1,7 @@
 """Low-rank compensators: known answers of official code, what all must hold, what is stored, and bad input."""
 
 import inspect
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -112,8 +113,8 @@ def test_known_answers(case):
 )
 def test_loftq_known_answers(quantize, iterations, weight_error, output_error):
     weight, A, B, by_iteration = loftq.alternate(W, 16, iterations, lambda rest: Dense(quantize(rest)))
-    got = weight.value + B @ A
-    assert errors(got) == pytest.approx((weight_error, output_error), rel=CLOSE)
+    of_both = weight.value + B @ A
+    assert errors(of_both) == pytest.approx((weight_error, output_error), rel=CLOSE)
     assert by_iteration[-1] == pytest.approx(math.sqrt(weight_error * W.numel()), rel=CLOSE)
     assert len(by_iteration) == iterations
 
@@ -227,10 +228,11 @@ def test_lqer_takes_the_largest_batch():
 def test_loftq_error_can_grow():
     """Rounding W - BA is not bound to be as good as rounding W: shown, not hidden."""
     w = torch.tensor([[0.5, -0.5, 1.5, 0.1], [0.4, 0.6, -1.4, 0.9], [1.6, 0.3, 0.2, -0.7]])
-    result = [
-        loftq.alternate(w * s, 1, 6, lambda rest: grid.rtn(rest, grid.Grid(bits=2)))[3] for s in (1.0, 1.1, 1.2, 1.3)
-    ]
-    assert any(later > earlier for each in result for earlier, later in zip(each, each[1:]))
+    grew = []
+    for scale in (1.0, 1.1, 1.2, 1.3):
+        *_, errors_by_step = loftq.alternate(w * scale, 1, 6, lambda rest: grid.rtn(rest, grid.Grid(bits=2)))
+        grew.append(any(later > earlier for earlier, later in itertools.pairwise(errors_by_step)))
+    assert any(grew)
 
 
 # --- as steps ---------------------------------------------------------------------------------------------------------
@@ -293,8 +295,8 @@ def test_uniform_is_trained_to_the_full_precision_models_distributions():
     ids = self_sampled(full, 8, 16, 1.0, 0)  # what it is trained on
     models = [full] + [compensated("uniform", lr=1e-3, epochs=epochs).model for epochs in (0, 4)]
     with torch.no_grad():
-        want, *got = (model(ids).logits for model in models)
-    start, trained = (float(kl(want, each, 1.0)) for each in got)
+        of_full, *of_others = (model(ids).logits for model in models)
+    start, trained = (float(kl(of_full, each, 1.0)) for each in of_others)
     assert trained < 0.98 * start
 
 
@@ -339,9 +341,9 @@ def test_eora_sees_compensated_blocks_and_its_own_full_precision_weights():
     o_proj = "model.layers.0.self_attn.o_proj"
     torch.testing.assert_close(seen[names.index(o_proj)], second_moment(full, o_proj), rtol=1e-3, atol=1e-6)
     q_proj = "model.layers.1.self_attn.q_proj"
-    got = seen[names.index(q_proj)]
-    torch.testing.assert_close(got, second_moment(lm.model, q_proj), rtol=1e-3, atol=1e-6)
-    assert (got - second_moment(full, q_proj)).norm() > 1e-2 * got.norm()
+    moment = seen[names.index(q_proj)]
+    torch.testing.assert_close(moment, second_moment(lm.model, q_proj), rtol=1e-3, atol=1e-6)
+    assert (moment - second_moment(full, q_proj)).norm() > 1e-2 * moment.norm()
 
 
 def test_aser_removes_the_outlier_channels_from_the_quantized_weight():
@@ -369,11 +371,11 @@ def test_loftq_rounds_on_the_grid_of_the_step_before(options):
     assert torch.equal(lm.weights[NAME].codes, weight.codes) and torch.equal(lm.weights[NAME].scales, weight.scales)
     stored = dict(zip("AB", low_rank.unpacked(lm.attachments[NAME][0].tensors)))
     torch.testing.assert_close(stored["B"] @ stored["A"], (B @ A).float(), rtol=0, atol=2e-3)
-    place, was = list(lm.weights).index(NAME), (lm.full[NAME] - grid.rtn(lm.full[NAME], config).dequantize()).norm()
-    got = [lm.facts[f"layers/loftq_error_{t}"][place] for t in (1, 2, 3)]
-    assert got == pytest.approx([error / float(was) for error in left], rel=1e-4)
+    number, was = list(lm.weights).index(NAME), (lm.full[NAME] - grid.rtn(lm.full[NAME], config).dequantize()).norm()
+    recorded = [lm.facts[f"layers/loftq_error_{t}"][number] for t in (1, 2, 3)]
+    assert recorded == pytest.approx([error / float(was) for error in left], rel=1e-4)
     assert "layers/loftq_error_4" not in lm.facts
-    assert lm.facts["layers/error"][place] == pytest.approx(got[-1], rel=1e-2)
+    assert lm.facts["layers/error"][number] == pytest.approx(recorded[-1], rel=1e-2)
 
 
 def test_int8_factors_are_stored_as_spear_stores_its_own():
@@ -403,19 +405,19 @@ def test_storage_keeps_products_of_any_size(factor_bits):
 @pytest.mark.parametrize("budget", [0.15, 0.2, 0.31])
 def test_a_budget_is_spent_and_not_exceeded(factor_bits, budget):
     lm = quantized()
-    given = int(budget * sum(weight.codes.numel() for weight in lm.weights.values()) / 2)
+    allowed = int(budget * sum(weight.codes.numel() for weight in lm.weights.values()) / 2)
     for remainder in ("layers", "unspent"):
         config = low_rank.Config(budget=budget, factor_bits=factor_bits, remainder=remainder)
         result = low_rank.ranks(lm, config, "qera")
         spent = sum(low_rank.stored_bytes(r, tuple(lm.weights[n].shape), factor_bits) for n, r in result.items())
         low, high = min(result.values()), max(result.values())
-        assert spent <= given and high - low <= (remainder == "layers")
+        assert spent <= allowed and high - low <= (remainder == "layers")
         each = {name: low_rank.stored_bytes(1, tuple(w.shape), factor_bits) for name, w in lm.weights.items()}
         rest = [each[name] for name, r in result.items() if r == low]
-        assert given - spent < (min(rest) if remainder == "layers" else sum(each.values()))
+        assert allowed - spent < (min(rest) if remainder == "layers" else sum(each.values()))
     lm = compensated("qera", lm, budget=budget, factor_bits=factor_bits)
     assert max(lm.facts["layers/rank"]) > min(lm.facts["layers/rank"])
-    assert lm.extra_bits["qera"] <= 8 * given
+    assert lm.extra_bits["qera"] <= 8 * allowed
 
 
 # --- recipes through the compress path --------------------------------------------------------------------------------
@@ -428,18 +430,18 @@ def built(tmp_path):
     tiny.model("llama").save_pretrained(folder)
     (tmp_path / "tokens").mkdir()
     corpora.save_tokens(tmp_path / "tokens" / "data.safetensors", tiny.tokens(1, 4000)[0].numpy().astype("int32"), {})
-    given = {"model": str(folder), "device": "cpu", "dtype": "float32", "hub": False, "threads": 1, "seed": 0}
+    target = {"model": str(folder), "device": "cpu", "dtype": "float32", "hub": False, "threads": 1, "seed": 0}
 
     def run(text):
         result = {"calibration": tmp_path / "tokens"}
         for part in filter(None, (recipe.parse(text).before, text)):
-            options = given | {"recipe": part, "calibration": {"sequences": 8, "length": 32, "seed": 0}}
+            options = target | {"recipe": part, "calibration": {"sequences": 8, "length": 32, "seed": 0}}
             job = make("compress", "tiny", {"steps": recipe.parse(part).config}, options, {}, ())
-            place = tmp_path / recipe.parse(part).slug
-            place.mkdir(parents=True)
-            compress.run(job, result, place, {key: "" for key in observations.ORIGIN})
-            result = result | {"start": place}
-        return compress.load(given, result["start"]), observations.load(result["start"] / observations.FILE)
+            folder_of_part = tmp_path / recipe.parse(part).slug
+            folder_of_part.mkdir(parents=True)
+            compress.run(job, result, folder_of_part, {key: "" for key in observations.ORIGIN})
+            result = result | {"start": folder_of_part}
+        return compress.load(target, result["start"]), observations.load(result["start"] / observations.FILE)
 
     return run
 
@@ -473,12 +475,13 @@ def test_bad_input_is_one_sentence(step):
 
     bare = LowBitModel(tiny.model("llama"))
     assert f"put a quantizer before it: rtn-w4-pc + {step}" in refusal(UserError, bare)
-    said = refusal(UserError, quantized(), rank=33)
-    assert said.startswith("model.layers.0.self_attn.k_proj: ") and "32x64 layer, whose rank is at most 32" in said
+    message = refusal(UserError, quantized(), rank=33)
+    assert message.startswith("model.layers.0.self_attn.k_proj: ")
+    assert "32x64 layer, whose rank is at most 32" in message
     lm = quantized()
     cost = sum(low_rank.stored_bytes(1, tuple(weight.shape), 16) for weight in lm.weights.values())
-    said = refusal(NotMeasurable, lm, budget=0.01)
-    assert f"rank 1 in 14 layers takes {cost} bytes, the budget is 368; raise {step}'s budget" in said
+    message = refusal(NotMeasurable, lm, budget=0.01)
+    assert f"rank 1 in 14 layers takes {cost} bytes, the budget is 368; raise {step}'s budget" in message
     assert not lm.attachments
     for options in ({"rank": 0}, {"budget": 1.5}):
         with pytest.raises(UserError, match=f"^{next(iter(options))} is "):

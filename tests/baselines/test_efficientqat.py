@@ -51,16 +51,16 @@ def test_weights_have_no_gradient_where_their_code_clips():
     config = Config(bits=2, group=4, scale_dtype="float32")
     w = torch.tensor([[-1.0, 0.2, 3.0, 0.0]], requires_grad=True)
     s, z = torch.full((1, 1, 1), 0.5), torch.full((1, 1, 1), 1.0)
-    (got,) = torch.autograd.grad(fake_quantize(w, s, z, config).sum(), w)
-    assert got.tolist() == [[0.0, 1.0, 0.0, 1.0]]
+    (gradient,) = torch.autograd.grad(fake_quantize(w, s, z, config).sum(), w)
+    assert gradient.tolist() == [[0.0, 1.0, 0.0, 1.0]]
 
 
 def test_bounds_pass_gradients_straight_through():
     s, z = (torch.tensor([1e-6, 0.5, 1e6]).requires_grad_(), torch.tensor([-3.0, 1.4, 9.0]).requires_grad_())
     bounded, code = steps(s, z, Config(bits=2, group=4, scale_dtype="float32"))
     assert bounded.tolist() == pytest.approx([1e-4, 0.5, 1e4]) and code.tolist() == [0, 1, 3]
-    for got in torch.autograd.grad((bounded + code).sum(), (s, z)):
-        assert got.tolist() == [1, 1, 1]
+    for gradient in torch.autograd.grad((bounded + code).sum(), (s, z)):
+        assert gradient.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("bits", [8, 2])
@@ -82,13 +82,13 @@ def test_at_rate_0_it_is_rtn(bits):
 
 def test_rates_of_weights_and_of_steps(monkeypatch):
     """Adam's first step is the rate times the gradient's sign: weights by `lr`, s and z by `quant_lr`."""
-    held = []
+    starts = []
     true_start = efficientqat.start
-    monkeypatch.setattr(efficientqat, "start", lambda *a: held.append(true_start(*a)) or held[-1])
+    monkeypatch.setattr(efficientqat, "start", lambda *a: starts.append(true_start(*a)) or starts[-1])
     made(lr=1e-3, quant_lr=1e-4, batch=6, epochs=1)
     block = tiny.model("llama").model.layers[0]
     before = true_start(block, "", Config(**SMALL))
-    moved = {key: (held[0][key] - tensor).abs().max().item() for key, tensor in before.items()}
+    moved = {key: (starts[0][key] - tensor).abs().max().item() for key, tensor in before.items()}
     assert len(moved) == 3 * 7
     for key, size in moved.items():
         if key.endswith("/z"):
@@ -130,7 +130,7 @@ def test_training_beats_rounding():
 
 
 def test_bad_input():
-    for text, said in {
+    for text, message in {
         "efficientqat-sym": "takes neither sym nor clip",
         "efficientqat-clip=mse": "takes neither sym nor clip",
         "efficientqat-lr=-1.0": "0 or more",
@@ -138,7 +138,7 @@ def test_bad_input():
         "efficientqat-a9": "act_bits is 16, or 2 to 8",
         "efficientqat-pc-a2": "with a group above 0",
     }.items():
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             recipe.parse(text)
     with pytest.raises(UserError, match="efficientqat trains on 97 tokens an epoch, the calibration text has 96"):
         made(tokens=97)
@@ -161,7 +161,8 @@ def test_one_stage_is_block_ap_itself():
     alone, plain = staged(before=[], act_bits=4), made(lr=1e-3, quant_lr=1e-3, act_bits=4)
     assert torch.equal(tiny.logits(alone.model, SCORED), tiny.logits(plain.model, SCORED))
     assert alone.facts == plain.facts
-    assert {attachment.step for both in alone.attachments.values() for attachment in both} == {"staged_ap"}
+    for attachments in alone.attachments.values():
+        assert {attachment.step for attachment in attachments} == {"staged_ap"}
 
 
 def test_a_stage_goes_on_from_the_weights_before_it_on_a_grid_of_their_own(monkeypatch):

@@ -25,8 +25,8 @@ def quantized(layout="llama", module=omniquant, ids=None, dtype=torch.float32, *
 
 
 def test_known_answer_at_the_start():
-    got = errors(Clipping(W, Config(group=64, scale_dtype="float32")).quantize().dequantize())
-    assert got == pytest.approx((1.2760194e-05, 0.0051844841), rel=CLOSE)
+    measured = errors(Clipping(W, Config(group=64, scale_dtype="float32")).quantize().dequantize())
+    assert measured == pytest.approx((1.2760194e-05, 0.0051844841), rel=CLOSE)
 
 
 def slow_lwc(w, x, config: Config, passes: int) -> list[list[float]]:
@@ -96,11 +96,11 @@ def heavy_tailed():
 def block_errors(lm: LowBitModel, ids: torch.Tensor) -> list[float]:
     """Equation 1 of every block: quantized block on quantized inputs against full on full, mean squared."""
     made = heavy_tailed()
-    full, kwargs = block_inputs(made, ids)
-    got, result = full, []
+    of_full, kwargs = block_inputs(made, ids)
+    of_quantized, result = of_full, []
     for ours, block, kw in zip(blocks(lm.model).values(), blocks(made).values(), kwargs, strict=True):
-        full, got = [block(h, **kw) for h in full], [ours(h, **kw) for h in got]
-        result.append(sum((a - b).square().mean().item() for a, b in zip(got, full)))
+        of_full, of_quantized = [block(h, **kw) for h in of_full], [ours(h, **kw) for h in of_quantized]
+        result.append(sum((a - b).square().mean().item() for a, b in zip(of_quantized, of_full)))
     return result
 
 
@@ -152,9 +152,10 @@ def test_targets_and_inputs_of_each_block(monkeypatch, bits):
     wants = [[(h,) for h in middle], [(second(h, **kwargs[1]),) for h in middle]]
     if bits == 2:
         again = [[first(h, **kwargs[0]) for h in hidden], [second(h, **kwargs[1]) for h in rounded]]
-        wants = [[(*w, h) for w, h in zip(want, more)] for want, more in zip(wants, again)]
-    for (_, _, inputs, targets, _, _), got, want in zip(calls, (hidden, rounded), wants, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(inputs, got, strict=True))
+        for block, on_quantized in enumerate(again):
+            wants[block] = [(*targets, h) for targets, h in zip(wants[block], on_quantized)]
+    for (_, _, inputs, targets, _, _), of_block, want in zip(calls, (hidden, rounded), wants, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(inputs, of_block, strict=True))
         for a, b in zip(targets, want, strict=True):
             assert len(a) == len(b) and all(torch.allclose(x, y, atol=1e-6) for x, y in zip(a, b))
 

@@ -81,13 +81,13 @@ def test_whole_channels_are_rescaled_on_both_sides(side, up, down):
 
 def test_outlier_statistics_before_and_after():
     lm, before = made(ids=IDS, share=0.02), tiny.model("llama")
-    name, place = "model.layers.1.mlp.down_proj", list(block_linears(before)).index("model.layers.1.mlp.down_proj")
+    name, number = "model.layers.1.mlp.down_proj", list(block_linears(before)).index("model.layers.1.mlp.down_proj")
     for when, model in (("before", before), ("after", lm.model)):
         w = model.get_submodule(name).weight.double()
         kurtosis = ((w - w.mean()) ** 4).mean() / w.var(correction=0) ** 2
         largest = w.abs().amax(0)
-        assert lm.facts[f"layers/weight_kurtosis/{when}"][place] == pytest.approx(kurtosis.item(), rel=1e-6)
-        assert lm.facts[f"layers/weight_ratio/{when}"][place] == pytest.approx(
+        assert lm.facts[f"layers/weight_kurtosis/{when}"][number] == pytest.approx(kurtosis.item(), rel=1e-6)
+        assert lm.facts[f"layers/weight_ratio/{when}"][number] == pytest.approx(
             (largest.max() / largest.median()).item()
         )
         caught = []
@@ -97,8 +97,8 @@ def test_outlier_statistics_before_and_after():
         x = caught[0].double().flatten(0, 1)
         kurtosis = ((x - x.mean()) ** 4).mean() / x.var(correction=0) ** 2
         largest = x.abs().amax(0)
-        assert lm.facts[f"layers/input_kurtosis/{when}"][place] == pytest.approx(kurtosis.item(), rel=1e-3)
-        assert lm.facts[f"layers/input_ratio/{when}"][place] == pytest.approx(
+        assert lm.facts[f"layers/input_kurtosis/{when}"][number] == pytest.approx(kurtosis.item(), rel=1e-3)
+        assert lm.facts[f"layers/input_ratio/{when}"][number] == pytest.approx(
             (largest.max() / largest.median()).item(), rel=1e-3
         )
     grown = [b / a for a, b in zip(lm.facts["layers/weight_ratio/before"], lm.facts["layers/weight_ratio/after"])]
@@ -128,14 +128,14 @@ def test_a_quantizer_after_it_stores_the_whole_model(layout, tmp_path):
 
 def test_a_compressed_model_keeps_the_statistics(tmp_path):
     """As a job of a table: pocket-3m with planted outliers."""
-    given = {
+    options = {
         "recipe": "planted-share=0.02 + rtn-w8-g32",
         "model": "pocket-3m",
         "device": "cpu",
         "dtype": "float32",
         "hub": False,
     }
-    compress.run(type("Made", (), {"parsed_options": lambda self: given})(), {}, tmp_path, {})
+    compress.run(type("Made", (), {"parsed_options": lambda self: options})(), {}, tmp_path, {})
     kept = observations.load(tmp_path / compress.OUTPUTS[1])
     before, after = (kept.series[f"layers/weight_kurtosis/{when}"].values for when in ("before", "after"))
     assert len(after) == 14 and before.max() < 10 < after.min()

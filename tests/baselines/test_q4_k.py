@@ -54,8 +54,8 @@ def test_known_bytes():
     [(None, 9.0508518e-06, 0.0040040586), (IMPORTANCE, 1.0320617e-05, 0.0015386755)],
 )
 def test_known_errors(importance, weight_error, output_error):
-    got = errors(q4_k.dequantize(q4_k.quantize(W, importance), 256))
-    assert got == pytest.approx((weight_error, output_error), rel=1e-6)
+    measured = errors(q4_k.dequantize(q4_k.quantize(W, importance), 256))
+    assert measured == pytest.approx((weight_error, output_error), rel=1e-6)
 
 
 def test_a_ramp_zeros_and_the_vector_of_ggmls_own_test():
@@ -132,9 +132,9 @@ def adversarial(seed: int) -> np.ndarray:
 def test_bytes_are_those_of_a_slow_reference(seed, kinds, power, importance):
     r = np.random.default_rng(seed)
     x, weights = superblock(r, kinds, 10.0**power), IMPORTANCES[importance](r)
-    given = None if weights is None else torch.from_numpy(weights).float()
-    got = q4_k.quantize(torch.from_numpy(x)[None], given)[0].numpy().tobytes()
-    assert got == q4_k_reference.quantize(x, weights)
+    tensor = None if weights is None else torch.from_numpy(weights).float()
+    encoded = q4_k.quantize(torch.from_numpy(x)[None], tensor)[0].numpy().tobytes()
+    assert encoded == q4_k_reference.quantize(x, weights)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_bytes_are_those_of_a_slow_reference(seed, kinds, power, importance):
 )
 def test_bytes_of_hard_super_blocks_are_those_of_the_slow_reference(importance, rows):
     weights, r = adversarial(0), IMPORTANCES[importance](np.random.default_rng(0))
-    given = None if r is None else torch.from_numpy(r).float()
+    tensor = None if r is None else torch.from_numpy(r).float()
     for row in rows:
-        got = q4_k.quantize(torch.from_numpy(weights[row : row + 1]), given)[0].numpy().tobytes()
-        assert got == q4_k_reference.quantize(weights[row], r), row
+        encoded = q4_k.quantize(torch.from_numpy(weights[row : row + 1]), tensor)[0].numpy().tobytes()
+        assert encoded == q4_k_reference.quantize(weights[row], r), row
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +179,9 @@ def ggml():
 @pytest.mark.parametrize("seed", range(3))
 def test_bytes_are_ggmls(ggml, seed, importance):
     weight, weights = adversarial(seed), IMPORTANCES[importance](np.random.default_rng(seed))
-    given = None if weights is None else torch.from_numpy(weights).float()
-    got, want = q4_k.quantize(torch.from_numpy(weight), given).numpy(), ggml(weight, weights)
-    assert np.flatnonzero((got != want).any(1)).tolist() == []
+    tensor = None if weights is None else torch.from_numpy(weights).float()
+    encoded, want = q4_k.quantize(torch.from_numpy(weight), tensor).numpy(), ggml(weight, weights)
+    assert np.flatnonzero((encoded != want).any(1)).tolist() == []
 
 
 def test_bytes_are_ggmls_in_rows_of_several_super_blocks_and_on_a_whole_layer(ggml):
@@ -189,8 +189,8 @@ def test_bytes_are_ggmls_in_rows_of_several_super_blocks_and_on_a_whole_layer(gg
     r = np.random.default_rng(7)
     weight, importance = r.standard_normal((768, 1024), np.float32), r.random(1024, np.float32) ** 4
     assert np.array_equal(q4_k.quantize(torch.from_numpy(weight)).numpy(), ggml(weight))
-    given = torch.from_numpy(importance)
-    assert np.array_equal(q4_k.quantize(torch.from_numpy(weight), given).numpy(), ggml(weight, importance))
+    of_columns = torch.from_numpy(importance)
+    assert np.array_equal(q4_k.quantize(torch.from_numpy(weight), of_columns).numpy(), ggml(weight, importance))
 
 
 def random_bytes(rows: int, columns: int) -> torch.Tensor:
@@ -211,9 +211,9 @@ def test_values_are_bit_for_bit_those_of_the_gguf_package():
         columns = blocks.shape[1] // 144 * 256
         with np.errstate(all="ignore"):
             want = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType.Q4_K)
-        got = q4_k.dequantize(blocks, columns).numpy()
-        same = (got.view(np.int32) == want.view(np.int32)) | (np.isnan(got) & np.isnan(want))
-        assert got.dtype == want.dtype and same.all()
+        values = q4_k.dequantize(blocks, columns).numpy()
+        same = (values.view(np.int32) == want.view(np.int32)) | (np.isnan(values) & np.isnan(want))
+        assert values.dtype == want.dtype and same.all()
 
 
 def test_blocks_do_not_depend_on_the_chunk_that_they_are_in(monkeypatch):
@@ -233,8 +233,8 @@ def test_blocks_do_not_depend_on_the_chunk_that_they_are_in(monkeypatch):
 def test_bytes_on_cuda_are_those_on_the_cpu(importance):
     weight = torch.from_numpy(adversarial(1))
     weight = weight[q4_k.dequantize(q4_k.quantize(weight), 256).isfinite().all(1)]  # bits of a NaN are a device's own
-    got = q4_k.quantize(weight.cuda(), importance)
-    assert got.is_cuda and torch.equal(got.cpu(), q4_k.quantize(weight, importance))
+    encoded = q4_k.quantize(weight.cuda(), importance)
+    assert encoded.is_cuda and torch.equal(encoded.cpu(), q4_k.quantize(weight, importance))
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -336,10 +336,10 @@ def test_stacked_layers_read_their_own_rows_and_super_blocks_are_those_of_one_co
 
 
 def test_an_importance_of_zigzag_is_the_same_for_all_weights_of_a_super_block():
-    got = pack({"": SQUARE}, "zigzag", IMPORTANCE)[""].blocks.view(-1, 144)
+    blocks = pack({"": SQUARE}, "zigzag", IMPORTANCE)[""].blocks.view(-1, 144)
     columns = SQUARE.T.contiguous()
-    assert torch.equal(got, q4_k.encode(columns, torch.ones(256, 256)))
-    assert not torch.equal(got, q4_k.encode(columns))
+    assert torch.equal(blocks, q4_k.encode(columns, torch.ones(256, 256)))
+    assert not torch.equal(blocks, q4_k.encode(columns))
 
 
 # --- what is stored ---------------------------------------------------------------------------------------------------

@@ -334,13 +334,13 @@ def test_cakld_and_its_gradient_agree_with_the_definition(seed, beta, size):
     random = torch.Generator().manual_seed(seed)
     s, t = (size * torch.randn(2, 4, 11, generator=random) for _ in range(2))
     s.requires_grad_()
-    got = bitdistiller.cakld(s, t, beta)
+    loss = bitdistiller.cakld(s, t, beta)
     slow = s.detach().double().requires_grad_()
     p, q = slow.softmax(-1), t.double().softmax(-1)
     want = (beta * (p * (p / q).log()).sum() + (1 - beta) * (q * (q / p).log()).sum()) / 2
-    assert got.item() == pytest.approx(want.item(), rel=1e-4, abs=1e-4)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-4, abs=1e-4)
     torch.testing.assert_close(
-        torch.autograd.grad(got, s)[0].double(), torch.autograd.grad(want, slow)[0], rtol=1e-3, atol=1e-4
+        torch.autograd.grad(loss, s)[0].double(), torch.autograd.grad(want, slow)[0], rtol=1e-3, atol=1e-4
     )
 
 
@@ -360,7 +360,7 @@ def test_clipping_by_brute_force():
     """Each group takes the ends, of a hundred, whose rounded output differs least; and both ends are searched."""
     config = grid.Grid(bits=2, group=16, scale_dtype="float32")
     w, x = W[:6, :32], X[:40, :32]
-    got, ends = asymmetric_clip.clip(w, x, config), set()
+    clipped, ends = asymmetric_clip.clip(w, x, config), set()
     for i in range(6):
         for g in (slice(0, 16), slice(16, 32)):
             best = math.inf
@@ -371,10 +371,10 @@ def test_clipping_by_brute_force():
                     error = (x[:, g].double() @ d).square().mean().item()
                     if error < best * (1 - 1e-9):
                         best, want, pair = error, cut, (high, low)
-            d = grid.rtn(got[i, g][None], replace(config, group=0)).dequantize()[0] - w[i, g]
+            d = grid.rtn(clipped[i, g][None], replace(config, group=0)).dequantize()[0] - w[i, g]
             assert (x[:, g].double() @ d.double()).square().mean().item() == pytest.approx(best, rel=1e-4)
             ends.add(pair)
-            assert got[i, g].max() <= w[i, g].max() and want.shape == (16,)
+            assert clipped[i, g].max() <= w[i, g].max() and want.shape == (16,)
     assert any(high != low for high, low in ends) and len(ends) > 3
 
 
@@ -382,8 +382,8 @@ def test_query_and_key_are_not_clipped_and_the_search_sees_the_layers_inputs(mon
     seen = []
     monkeypatch.setattr(asymmetric_clip, "clip", lambda w, x, config: seen.append(x) or 0.5 * w)
     model, weights = tiny.model("llama"), qat.start(tiny.model("llama"), 16)
-    got = asymmetric_clip.clipped(model, weights, tiny.tokens(10, 16), 40, grid.Grid(bits=2, group=16))
-    for name, w in got.items():
+    clipped = asymmetric_clip.clipped(model, weights, tiny.tokens(10, 16), 40, grid.Grid(bits=2, group=16))
+    for name, w in clipped.items():
         assert torch.equal(w, weights[name] * (1 if name.endswith(("q_proj", "k_proj")) else 0.5))
     assert len(seen) == 10 and all(len(x) == 40 for x in seen)
     model.model.layers[0].self_attn.v_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -399,8 +399,8 @@ def test_bitdistiller_at_rate_0_is_rtn_of_the_weights_that_it_cuts(name, tokens)
         ids = corpora.token_ids("tiny-held-out", models.tokenizer(name))[:256]
         new, wins = lambda: models.load(name), torch.from_numpy(ids).long().view(4, 64)
     options, lm, model = {"bits": 2, "group": 64}, LowBitModel(new()), new()
-    given = {"lr": 0.0, "tokens": wins.numel(), "batch": 2, "data": "text", "clip_tokens": tokens, "epochs": 1}
-    config = bitdistiller.Config(**options, **given)
+    training = {"lr": 0.0, "tokens": wins.numel(), "batch": 2, "data": "text", "clip_tokens": tokens, "epochs": 1}
+    config = bitdistiller.Config(**options, **training)
     bitdistiller.apply(lm, wins, config)
     cut = asymmetric_clip.clipped(model, qat.start(model, 64), wins, tokens, config)
     plain = LowBitModel(rounded(model, lambda name, _: cut[name]))
@@ -440,7 +440,7 @@ def test_bitdistillers_gradient_runs_through_the_ends_of_a_group_and_the_clamp()
     config = bitdistiller.Config(bits=2, group=16, scale_dtype="float32")
     made = bitdistiller.fake_quantize(weight, config)
     torch.testing.assert_close(made, asymmetric_clip.round_to_grid(weight.detach(), config), rtol=0, atol=0)
-    (got,) = torch.autograd.grad(made, weight, upstream)
+    (gradient,) = torch.autograd.grad(made, weight, upstream)
     want, outside = torch.zeros(5, 2, 16), 0
     for row, g in itertools.product(range(5), range(2)):
         w, up = weight.detach()[row, 16 * g : 16 * g + 16], upstream[row, 16 * g : 16 * g + 16]
@@ -455,9 +455,9 @@ def test_bitdistillers_gradient_runs_through_the_ends_of_a_group_and_the_clamp()
         want[row, g] = up * inside
         want[row, g, w.argmax()] += d
         want[row, g, w.argmin()] -= d
-    torch.testing.assert_close(got, want.flatten(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradient, want.flatten(1), rtol=1e-4, atol=1e-5)
     assert outside == 1
-    assert (got - upstream).norm() > 0.1 * upstream.norm()
+    assert (gradient - upstream).norm() > 0.1 * upstream.norm()
 
 
 def test_sequences_are_sampled_or_the_text_and_cut():

@@ -43,7 +43,9 @@ def test_smoothing_does_not_change_the_function(layout, alpha):
     changed = {name for name, p in lm.model.named_parameters() if not torch.equal(p, before[name])}
     phi = layout == "phi"  # attention and MLP in parallel read one norm, which has a bias
     sources = {"input_layernorm": ["weight", "bias"]} if phi else dict.fromkeys(NORMS, ["weight"])
-    stored = {f"model.layers.{i}.{norm}.{p}" for i in (0, 1) for norm, each in sources.items() for p in each}
+    stored = set()
+    for norm, parameters in sources.items():
+        stored |= {f"model.layers.{i}.{norm}.{parameter}" for i, parameter in product((0, 1), parameters)}
     readers = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
     readers += ["mlp.fc1"] if phi else ["mlp.gate_proj", "mlp.up_proj"]
     assert changed == stored | {f"model.layers.{i}.{name}.weight" for i, name in product((0, 1), readers)}
@@ -76,15 +78,15 @@ def test_s_is_the_ratio_of_maxima_over_all_that_read_the_norm(alpha):
 
 def test_both_bounds_of_the_authors_code():
     x, w = torch.tensor([4.0, 4.0, 0.0]), torch.tensor([[0.25, 0.0, 1.0], [-1.0, 1e-9, 0.5]])
-    got = scale(x, [w[:1], w[1:]], 0.5)
-    assert got.tolist() == pytest.approx([2.0, 2 / 1e-5**0.5, 1e-5])
+    scales = scale(x, [w[:1], w[1:]], 0.5)
+    assert scales.tolist() == pytest.approx([2.0, 2 / 1e-5**0.5, 1e-5])
 
 
 def test_s_is_llmcompressors():
     """It takes max - min for max|x|, and twice max|w|: on symmetric channels 2^(2α - 1) times the formula."""
-    for place in ("llmcompressor.modifiers.transform.smoothquant", "llmcompressor.modifiers.smoothquant"):
+    for module in ("llmcompressor.modifiers.transform.smoothquant", "llmcompressor.modifiers.smoothquant"):
         try:
-            modifier = importlib.import_module(place).SmoothQuantModifier
+            modifier = importlib.import_module(module).SmoothQuantModifier
             break
         except ImportError:
             continue
@@ -108,10 +110,11 @@ def test_rounding_by_the_formula(bits, group):
             part = W[row, start : start + (group or 256)]
             s = part.abs().max() / levels
             want[row, start : start + len(part)] = torch.round(part / s) * s
-    got = rounded(W, Config(bits=bits, group=group, scale_dtype="float32"))
-    torch.testing.assert_close(got.dequantize(), want, rtol=1e-6, atol=0)
+    quantized = rounded(W, Config(bits=bits, group=group, scale_dtype="float32"))
+    torch.testing.assert_close(quantized.dequantize(), want, rtol=1e-6, atol=0)
     torch.testing.assert_close(fake_quantize(W[None], bits, group)[0], want, rtol=1e-6, atol=0)
-    assert got.zero_bits == 0 and got.codes.min() == 1 and got.codes.max() == 2**bits - 1  # -levels … levels
+    assert quantized.zero_bits == 0
+    assert (quantized.codes.min(), quantized.codes.max()) == (1, 2**bits - 1)  # -levels … levels
     half = rounded(W, Config(bits=bits, group=group))
     assert torch.equal(half.codes.float().sub(2 ** (bits - 1)).abs().amax(), torch.tensor(float(levels)))
 
@@ -124,9 +127,9 @@ def test_known_error_of_a_symmetric_row():
 
 def test_tokens_are_quantized_one_by_one_and_zeros_stay():
     x = torch.stack([torch.zeros(8), torch.arange(8.0), 1e4 * torch.arange(8.0)])
-    got = fake_quantize(x, 4, 0)
-    assert got.tolist()[0] == [0.0] * 8
-    torch.testing.assert_close(got[2], 1e4 * got[1])
+    quantized = fake_quantize(x, 4, 0)
+    assert quantized.tolist()[0] == [0.0] * 8
+    torch.testing.assert_close(quantized[2], 1e4 * quantized[1])
     assert torch.equal(fake_quantize(x.bfloat16(), 8, 4), fake_quantize(x.bfloat16().float(), 8, 4).bfloat16())
 
 
@@ -150,11 +153,11 @@ def test_inputs_of_every_layer_are_quantized():
     """The model with attachments is the model whose layers read what `fake_quantize` gives."""
     lm = LowBitModel(tiny.model("llama"))
     smoothquant.apply(lm, IDS, Config(act_bits=4))
-    got, plain = tiny.logits(lm.model, IDS), LowBitModel(tiny.model("llama"))
+    quantized, plain = tiny.logits(lm.model, IDS), LowBitModel(tiny.model("llama"))
     smoothquant.apply(plain, IDS, Config(act_bits=16))
     for linear in block_linears(plain.model).values():
         linear.register_forward_pre_hook(lambda _, args: (fake_quantize(args[0], 4, 0),))
-    assert torch.equal(tiny.logits(plain.model, IDS), got)
+    assert torch.equal(tiny.logits(plain.model, IDS), quantized)
 
 
 def test_a_layer_of_another_model_and_the_engine_are_refused():
@@ -203,14 +206,14 @@ def test_outlier_channels_cost_little_once_smoothed():
 
 
 def test_bad_input():
-    for text, said in {
+    for text, message in {
         "smoothquant-asym": "takes no asym or clip",
         "smoothquant-clip=mse": "takes no asym or clip",
         "smoothquant-alpha=1.5": "alpha is 1.5; it must be 0 to 1",
         "smoothquant-a9": "act_bits is 9; it must be 16, or 2 to 8",
         "smoothquant-a1": "act_bits is 1; it must be 16, or 2 to 8",
     }.items():
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             recipe.parse(text)
     lm = LowBitModel(tiny.model("llama"))
     for nothing in (None, IDS[:0]):

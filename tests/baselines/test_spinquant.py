@@ -155,7 +155,8 @@ def slow_step(X: torch.Tensor, G: torch.Tensor, rate: float, iterations: int | N
     V = -G.T
     A = V @ X - 0.5 * X.T @ X @ V @ X
     W, eye = A - A.T, torch.eye(len(X)).double()
-    alpha = min(rate, 1 / max(sum(abs(W[i, j].item()) for i in range(len(W))) for j in range(len(W))))
+    largest_column = max(sum(abs(value) for value in column) for column in W.T.tolist())
+    alpha = min(rate, 1 / largest_column)
     if iterations is None:
         return torch.linalg.solve(eye - alpha / 2 * W, (eye + alpha / 2 * W) @ X.T).T
     Y = X.T + alpha * V
@@ -171,13 +172,13 @@ def test_a_step_is_the_iteration_and_tends_to_the_direct_solve(monkeypatch, n, s
     if n == 1:  # W is 0 there, whatever the gradient
         assert torch.allclose(cayley.step(X, G, rate).abs(), X.abs(), atol=1e-6)
         return
-    got = cayley.step(X, G, rate)
+    stepped = cayley.step(X, G, rate)
     want = torch.stack([slow_step(x, g, rate, 5) for x, g in zip(X, G)])
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(stepped, want, rtol=0, atol=1e-6)
     solved = torch.stack([slow_step(x, g, rate, None) for x, g in zip(X, G)])
     torch.testing.assert_close(solved @ solved.mT, identity(solved), rtol=0, atol=1e-12)
     start = torch.stack([slow_step(x, g, rate, 0) for x, g in zip(X, G)])
-    off, before = (got - solved).norm(dim=(1, 2)), (start - solved).norm(dim=(1, 2))
+    off, before = (stepped - solved).norm(dim=(1, 2)), (start - solved).norm(dim=(1, 2))
     assert (off <= before / 2**5 + 1e-6).all()  # α ‖W‖ / 2 is at most 1/2
     monkeypatch.setattr(cayley, "ITERATIONS", 60)
     torch.testing.assert_close(cayley.step(X, G, rate), solved, rtol=0, atol=1e-6)
@@ -198,10 +199,10 @@ def test_the_orthogonal_factor_is_near():
     X = turns(5, 12)
     torch.testing.assert_close(cayley.orthogonal(X), X, rtol=0, atol=1e-12)
     near = X + 1e-3 * torch.randn(5, 12, 12, generator=torch.Generator().manual_seed(0)).double()
-    got = cayley.orthogonal(near)
-    torch.testing.assert_close(got @ got.mT, identity(got), rtol=0, atol=1e-12)
-    assert (got - X).abs().max() < 0.02
-    torch.testing.assert_close(got[:, 0], near[:, 0] / near[:, :1].norm(dim=-1))  # the first row keeps its direction
+    factor = cayley.orthogonal(near)
+    torch.testing.assert_close(factor @ factor.mT, identity(factor), rtol=0, atol=1e-12)
+    assert (factor - X).abs().max() < 0.02
+    torch.testing.assert_close(factor[:, 0], near[:, 0] / near[:, :1].norm(dim=-1))  # the first row keeps its direction
 
 
 def toward(target: torch.Tensor, start: torch.Tensor, **options) -> tuple[torch.Tensor, list[float]]:
@@ -365,11 +366,11 @@ def test_gptq_sees_rotated_inputs_in_full_precision(monkeypatch):
 @pytest.mark.parametrize("solver", ["gptq", "rtn"])
 def test_8_bits_are_the_model_itself(solver):
     want = tiny.logits(tiny.model("llama"), IDS)
-    got = made(bits=8, act_bits=8, solver=solver)
-    assert (tiny.logits(got.model, IDS) - want).norm() < 0.03 * want.norm()
+    quantized = made(bits=8, act_bits=8, solver=solver)
+    assert (tiny.logits(quantized.model, IDS) - want).norm() < 0.03 * want.norm()
     if solver == "rtn":
-        for name, weight in got.weights.items():
-            again = grid.rtn(got.full[name], grid.Grid(8, 0, True, "mse"))
+        for name, weight in quantized.weights.items():
+            again = grid.rtn(quantized.full[name], grid.Grid(8, 0, True, "mse"))
             assert torch.equal(again.codes, weight.codes) and torch.equal(again.scales, weight.scales)
 
 
@@ -404,9 +405,9 @@ def test_what_it_stores_is_counted():
     """Codes and scales; no bit for R4 or the inputs' grids; a tied head once more, among what is no block."""
     plain, lm = LowBitModel(tiny.model("llama")), made(bits=4, group=32)
     rtn.apply(plain, None, rtn.Config(bits=4, group=32, symmetric=True))
-    want, got = bits.report(plain, float_bits=16), bits.report(lm, float_bits=16)
-    assert got["block"] == want["block"] | {"spinquant": 0}
-    assert got["other"] == want["other"] + 96 * 64 * 16
+    of_plain, rotated = bits.report(plain, float_bits=16), bits.report(lm, float_bits=16)
+    assert rotated["block"] == of_plain["block"] | {"spinquant": 0}
+    assert rotated["other"] == of_plain["other"] + 96 * 64 * 16
 
 
 def test_inputs_are_rotated_before_they_are_quantized():
@@ -492,7 +493,7 @@ def test_official_settings_of_its_solver():
 
 
 def test_bad_input():
-    for text, said in {
+    for text, message in {
         "spinquant-w9": "bits is 9",
         "spinquant-a9": "act_bits is 9; it must be 16, or 2 to 8",
         "spinquant-lr=-1.0": "0 or more",
@@ -500,7 +501,7 @@ def test_bad_input():
         "spinquant-solver=hqq": "solver",
         "spinquant-a16": "nothing is quantized while it trains; give act_bits, solver=rtn or epochs=0",
     }.items():
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             recipe.parse(text)
     assert recipe.parse("spinquant-a16-solver=rtn") and recipe.parse("spinquant-a16-epochs=0")
     with pytest.raises(UserError, match="spinquant trains on 385 tokens an epoch, the calibration text has 384"):

@@ -162,22 +162,24 @@ def test_gradient_of_the_block_loss_is_autograd_of_a_slow_reference(monkeypatch)
     start = torch.cat(hidden)
     latent, rounded = {}, {4: {}, 2: {}}
     first, second = model.model.layers
-    kw = [{k: v for k, v in each.items()} for each in kwargs]
+    kw = [dict(options) for options in kwargs]
     for name, module in first.named_modules():
         if isinstance(module, torch.nn.Linear):
             w = module.weight.detach()
             latent[name] = w.clone().requires_grad_()
             for width in (4, 2):
-                groups = [slow_weight([Fraction(v) for v in g.tolist()], width, False) for g in w.view(-1, 16)]
-                got = torch.tensor(groups, dtype=torch.float64).view_as(w)
-                rounded[width][f"{name}.weight"] = latent[name] + (got - w)
+                groups = []
+                for group in w.view(-1, 16).tolist():
+                    groups.append(slow_weight([Fraction(value) for value in group], width, False))
+                by_hand = torch.tensor(groups, dtype=torch.float64).view_as(w)
+                rounded[width][f"{name}.weight"] = latent[name] + (by_hand - w)
     run = lambda width, x: torch.func.functional_call(first, rounded[width], (x,), kw[0])  # noqa: E731
     # The first block's inputs are the embeddings in every stream: both terms have the full-precision target.
     loss = 2 * (run(2, start) - first(start, **kw[0]).detach()).square().mean()
     want = torch.autograd.grad(loss, list(latent.values()))
-    got = seen[2]  # stage w4: blocks 0 and 1, stage w2: block 0
-    for a, b in zip(got, want, strict=True):
-        assert (a.double() - b).norm() <= 1e-5 * b.norm()
+    of_stage = seen[2]  # stage w4: blocks 0 and 1, stage w2: block 0
+    for gradient, by_autograd in zip(of_stage, want, strict=True):
+        assert (gradient.double() - by_autograd).norm() <= 1e-5 * by_autograd.norm()
 
 
 @torch.no_grad()
@@ -186,8 +188,8 @@ def test_both_teachers_of_the_second_block(monkeypatch, teacher):
     """In stage w2 the second block reads 2-bit inputs; it is taught on full-precision and on 4-bit ones."""
     calls = []
 
-    def noted(task, loss, held, *rest):
-        calls.append([stream.hidden.clone() for stream in held])
+    def noted(task, loss, streams, *rest):
+        calls.append([stream.hidden.clone() for stream in streams])
         for w in task.tensors.values():
             w.mul_(1.03)
         return [1.0]
@@ -208,15 +210,15 @@ def test_both_teachers_of_the_second_block(monkeypatch, teacher):
     student = at(first, 2, 1.03**2, start, kwargs[0])
     taught = second(earlier, **kwargs[1]) if teacher == "full" else at(second, 4, 1.03, earlier, kwargs[1])
     assert [len(call) for call in calls] == [2, 2, 3, 3], "the first stage has no earlier model"
-    for got, want in zip(calls[3], (student, full, taught), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    for target, want in zip(calls[3], (student, full, taught), strict=True):
+        torch.testing.assert_close(target, want, rtol=1e-3, atol=1e-4)
 
 
 def test_loss_is_the_sum_of_both_terms_over_the_widths():
     y, full, other = (torch.full((2, 3), v) for v in (1.0, 3.0, 0.5))
     assert bitbybit.loss([1.0], 0.5, [y], full, [other]) == 6 * (4 + 0.5 * 0.25)
-    got = bitbybit.loss([2.0, 3.0], 1.0, [y, other], full, [None, y])
-    assert got == 6 * (2 * 4 + 3 * (6.25 + 0.25))
+    loss = bitbybit.loss([2.0, 3.0], 1.0, [y, other], full, [None, y])
+    assert loss == 6 * (2 * 4 + 3 * (6.25 + 0.25))
 
 
 def test_training_beats_rounding_and_the_seed_decides_every_bit():
@@ -250,9 +252,10 @@ def test_a_stage_lowers_only_its_blocks(monkeypatch):
 
     monkeypatch.setattr(bitbybit.TrainedBlock, "at", noted)
     lm = made(sampling="first", lr=0.0, rho=0.5)
-    order = list(dict.fromkeys(id(state) for _, state in seen))
-    result = [[p for p, state in seen if id(state) == one] for one in order]
-    kept = [list(dict.fromkeys(each)) for each in result]
+    precisions_of = {}  # by block, in order and once each
+    for precision, state in seen:
+        precisions_of.setdefault(id(state), {})[precision] = True
+    kept = [list(each) for each in precisions_of.values()]
     assert kept == [["w8a16", "w4a16", "w2a16"], ["w4a16", "w2a16"]]
     assert all(weight.bits == 2 for weight in lm.weights.values())
     whole = made(lr=0.0).facts["training/tokens"][0]
@@ -310,8 +313,8 @@ def test_continues_from_a_step_that_came_before():
     more = Config(**SMALL, act_bits=2, schedule=["w2a8", "w2a2"], lr=0.0, include_zero=False, scale="float32")
     bitbybit.apply(lm, IDS, more)
     for name, weight in lm.weights.items():
-        held = before[name].codes.view(-1, 16)
-        same = (held.amin(1) == 0) & (held.amax(1) == 3)  # a group without one of its end codes has another range now
+        codes = before[name].codes.view(-1, 16)
+        same = (codes.amin(1) == 0) & (codes.amax(1) == 3)  # a group without one of its end codes has another range now
         a, b = (w.dequantize().view(-1, 16)[same] for w in (weight, before[name]))
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert same.float().mean() > 0.8
@@ -355,9 +358,9 @@ def test_kurtosis_is_that_of_all_inputs_of_a_layer():
     for i in range(2):
         x = torch.cat([part.flatten() for part in caught[i]]).double()
         want.append(((x - x.mean()) ** 4).mean().item() / x.var(correction=0).item() ** 2)
-    got = bitbybit.input_kurtosis(tiny.model("llama"), IDS)
-    assert list(got) == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
-    assert list(got.values()) == pytest.approx(want, rel=1e-4)
+    kurtosis = bitbybit.input_kurtosis(tiny.model("llama"), IDS)
+    assert list(kurtosis) == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    assert list(kurtosis.values()) == pytest.approx(want, rel=1e-4)
 
 
 def test_outlier_sites_get_more_bits():
@@ -393,9 +396,9 @@ def test_what_is_stored_is_what_was_trained(monkeypatch, layout, tmp_path):
 
 def test_inputs_of_another_model_are_refused():
     linear = torch.nn.Linear(64, 8)
-    held = inputs.attachment("bitbybit", 32, GroupGrid(2, 16))
+    attachment = inputs.attachment("bitbybit", 32, GroupGrid(2, 16))
     with pytest.raises(UserError, match="32 inputs, and this one has 64"):
-        inputs.attached(linear, held.tensors, held.numbers)
+        inputs.attached(linear, attachment.tensors, attachment.numbers)
     with pytest.raises(UserError, match="64 input channels do not divide into groups of 48"):
         inputs.attached(linear, {}, {"bits": 2, "group": 48, "include_zero": True, "columns": 64})
 
@@ -440,8 +443,8 @@ def test_one_file_is_read_at_8_4_and_2_bits(tmp_path):
 def test_the_curriculum_grows_and_each_width_is_taught_by_the_next_wider_one(monkeypatch):
     calls = []
 
-    def noted(task, loss, held, *rest):
-        calls.append((len(task.students), [s is not None for s in task.seconds], len(held)))
+    def noted(task, loss, streams, *rest):
+        calls.append((len(task.students), [s is not None for s in task.seconds], len(streams)))
         return [1.0]
 
     monkeypatch.setattr(training, "fit", noted)
@@ -456,7 +459,7 @@ def test_streams_of_a_master_are_those_of_its_widths(monkeypatch, teacher):
     """Each width reads what its own codes gave; its second target comes from the inputs of the next wider one."""
     calls = []
     monkeypatch.setattr(
-        training, "fit", lambda task, loss, held, *rest: calls.append([s.hidden.clone() for s in held]) or [1.0]
+        training, "fit", lambda task, loss, streams, *rest: calls.append([s.hidden.clone() for s in streams]) or [1.0]
     )
     made(any_precision=True, rho=1.0, teacher=teacher)
     model, grid = tiny.model("llama"), Config(**SMALL).grid(8)
@@ -474,8 +477,8 @@ def test_streams_of_a_master_are_those_of_its_widths(monkeypatch, teacher):
         second(inputs_of[w], **kwargs[1]) if teacher == "full" else at(second, w, inputs_of[w], kwargs[1])
         for w in (8, 4)
     ]
-    for got, want in zip(calls[-1], (*inputs_of.values(), full, *taught), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    for target, want in zip(calls[-1], (*inputs_of.values(), full, *taught), strict=True):
+        torch.testing.assert_close(target, want, rtol=1e-3, atol=1e-4)
 
 
 def test_lambdas_weigh_the_widths(monkeypatch):
@@ -508,7 +511,7 @@ def test_one_layer_packed_has_the_bytes_that_are_counted_and_gives_the_same_weig
         "scales": weight.scales.view(torch.uint8).numpy().tobytes() + weight.factor.numpy().tobytes(),
         "zeros": stream(weight.zeros, 8),
     }
-    assert {kind: 8 * len(held) for kind, held in parts.items()} == weight.stored_bits()
+    assert {kind: 8 * len(data) for kind, data in parts.items()} == weight.stored_bits()
     codes, z = numbers(parts["codes"], width, W.shape), numbers(parts["zeros"], 8, weight.zeros.shape)
     scales = torch.frombuffer(bytearray(parts["scales"][:-4]), dtype=torch.float8_e4m3fn).view_as(weight.scales)
     factor = torch.frombuffer(bytearray(parts["scales"][-4:]), dtype=torch.float32)

@@ -78,7 +78,9 @@ def test_the_smallest_divergence_goes_first_and_every_control_is_another_order()
     assert made(advance="layer") == [("b", 8), ("b", 4), ("c", 8), ("c", 4), ("a", 8), ("a", 4)]
     drawn = {tuple(made(order="random", seed=seed)) for seed in range(20)}
     assert len(drawn) > 3 and made(order="random", seed=3) == made(order="random", seed=3)
-    assert all([layer for layer, _ in each[:3]] == [layer for layer, _ in each[3:]] for each in drawn)
+    for moves in drawn:
+        layers = [layer for layer, _ in moves]
+        assert layers[:3] == layers[3:]
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ def test_mean_bits_are_those_of_every_step_written_out():
 
 @given(st.integers(1, 6), st.integers(10, 200), st.floats(0, 1), st.booleans(), st.integers(0, 5))
 @settings(deadline=None, max_examples=60)
-def test_controls_have_the_mean_bits_of_what_they_stand_against(count, steps, place, drawn, seed):
+def test_controls_have_the_mean_bits_of_what_they_stand_against(count, steps, share, drawn, seed):
     """As near as one step of one switch can bring them."""
     config = Config(path=[16, 8, 4])
     ahead = order.moves(EQUAL, LAYERS, config)[:count]
@@ -195,7 +197,7 @@ def test_controls_have_the_mean_bits_of_what_they_stand_against(count, steps, pl
 
     low, high = (1e-3, 1e3) if drawn else (1e-2, 2.0 * steps)
     least, most = sorted((cost(steps_of(low)), cost(steps_of(high))))
-    target = least + place * (most - least)
+    target = least + share * (most - least)
     times = schedule.matched(steps_of, cost, target, low, high)
     assert times == sorted(times) and all(schedule.EARLIEST <= t <= steps + 1 for t in times)
     assert abs(cost(times) - target) <= 8 * count / steps + 1e-9

@@ -81,10 +81,10 @@ def test_forward_is_equation_3(seed, r, d_in, d_out, gated, scale_x, scale_b):
     mlp = tuple(doubled[name] for name in GATE) if gated else None
     W, A, B = linear.weight.double().tolist(), doubled["A"], doubled["B"]
     want = torch.tensor([reference.layer(token, W, A, B, alpha, mlp) for token in x.flatten(0, 1).double().tolist()])
-    got = layer(x).flatten(0, 1).double()
+    y = layer(x).flatten(0, 1).double()
     size = x.flatten(0, 1).abs().double() @ (tensors["A"].abs().T @ tensors["B"].abs().T).double() * alpha
     size += x.flatten(0, 1).abs().double() @ linear.weight.abs().T.double()  # what is added up, before it cancels
-    assert ((got - want).norm() <= 1e-5 * size.norm()).item()
+    assert ((y - want).norm() <= 1e-5 * size.norm()).item()
 
 
 @FAST
@@ -94,10 +94,10 @@ def test_int8_is_symmetric_per_channel(seed, rows, columns, scale, zero_rows):
     factor[:zero_rows] = 0
     codes, scales = int8(factor, 1)
     assert codes.dtype == torch.int8 and codes.abs().max() <= 127
-    for row, got, step in zip(factor.double().tolist(), codes.tolist(), scales.double().tolist()):
+    for row, codes_of_row, step in zip(factor.double().tolist(), codes.tolist(), scales.double().tolist()):
         want, size = reference.int8(row)
-        assert step == pytest.approx(size, rel=1e-6) or (size == 0 and not any(got))
-        for value, code, expected in zip(row, got, want):
+        assert step == pytest.approx(size, rel=1e-6) or (size == 0 and not any(codes_of_row))
+        for value, code, expected in zip(row, codes_of_row, want):
             assert code == expected or abs(value / size - (code + expected) / 2) < 1e-3  # a tie, but for rounding
             assert abs(value - code * step) <= step * (0.5 + 1e-4)
     columnwise, scales_too = int8(factor.T, 0)
@@ -153,11 +153,11 @@ def test_cka_is_equation_6(seed, n, d, scale, kind):
         "near": X + 1e-3 * scale * normal(seed + 1, n, d),
         "constant": X[:1].expand(n, d),
     }[kind]
-    got, want = selection.cka(X, Y), reference.cka(X.double().tolist(), Y.double().tolist())
-    assert got == pytest.approx(want, abs=1e-9)
-    assert got == pytest.approx(selection.cka(Y, X), abs=1e-9) and -1e-9 <= got <= 1 + 1e-9
+    cka, want = selection.cka(X, Y), reference.cka(X.double().tolist(), Y.double().tolist())
+    assert cka == pytest.approx(want, abs=1e-9)
+    assert cka == pytest.approx(selection.cka(Y, X), abs=1e-9) and -1e-9 <= cka <= 1 + 1e-9
     if kind == "same":
-        assert got == pytest.approx(1, abs=1e-9)
+        assert cka == pytest.approx(1, abs=1e-9)
     assert selection.cka(X[:1].expand(n, d), Y[:1].expand(n, Y.shape[1])) == 1
 
 
@@ -166,17 +166,17 @@ def test_damage_is_that_of_one_layer_alone():
     teacher, ids = lm.full_precision(), tiny.tokens()
     before = copy.deepcopy(teacher.state_dict())
     weights = {name: lm.model.get_submodule(name).weight.data for name in lm.weights}
-    got = selection.damages(teacher, weights, ids)
-    assert list(got) == list(lm.weights) and len(got) == 14
+    damages = selection.damages(teacher, weights, ids)
+    assert list(damages) == list(lm.weights) and len(damages) == 14
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
     with torch.no_grad():
         H = [teacher.model(ids).last_hidden_state.flatten(0, 1)]
-        for name in list(got)[::5]:
+        for name in list(damages)[::5]:
             alone = copy.deepcopy(teacher)
             alone.get_submodule(name).weight.copy_(weights[name])
             H.append(alone.model(ids).last_hidden_state.flatten(0, 1))
-            assert got[name] == pytest.approx(1 - selection.cka(H[0], H[-1]), abs=1e-12)
-            assert got[name] > 1e-5
+            assert damages[name] == pytest.approx(1 - selection.cka(H[0], H[-1]), abs=1e-12)
+            assert damages[name] > 1e-5
 
 
 DAMAGE = st.one_of(
@@ -204,9 +204,9 @@ def test_support_is_equations_8_and_9(damage, scale, tau):
 def test_selection_is_algorithm_1(damage, seed, k, p, cost_weight):
     cost = np.random.default_rng(seed).choice([96, 128, 192], len(damage)).tolist()
     K = math.ceil(k * len(damage))
-    got = selection.select(damage, cost, K, math.ceil(p * K), cost_weight)
-    assert got == reference.select(damage, cost, K, math.ceil(p * K), cost_weight)
-    assert len(set(got)) == K and got == sorted(got)
+    selected = selection.select(damage, cost, K, math.ceil(p * K), cost_weight)
+    assert selected == reference.select(damage, cost, K, math.ceil(p * K), cost_weight)
+    assert len(set(selected)) == K and selected == sorted(selected)
 
 
 @FAST
@@ -245,13 +245,13 @@ def test_the_remainder_is_spent_in_order_and_never_exceeded(shapes, budget, remo
     if not r:
         return
     left = budget - reference.memory(r, shapes, hidden)
-    got = selection.raised(r, left, shapes, hidden, removed[: len(shapes)])
+    ranks = selection.raised(r, left, shapes, hidden, removed[: len(shapes)])
     each = [reference.memory(r + 1, [shape], hidden) - reference.memory(r, [shape], hidden) for shape in shapes]
-    up = [i for i, n in enumerate(got) if n == r + 1]
-    assert sum(reference.memory(n, [shape], hidden) for n, shape in zip(got, shapes)) <= budget
-    assert all(n in (r, r + 1) and n <= min(shape) for n, shape in zip(got, shapes))
+    up = [i for i, n in enumerate(ranks) if n == r + 1]
+    assert sum(reference.memory(n, [shape], hidden) for n, shape in zip(ranks, shapes)) <= budget
+    assert all(n in (r, r + 1) and n <= min(shape) for n, shape in zip(ranks, shapes))
     unspent = left - sum(each[i] for i in up)
-    below = [i for i, n in enumerate(got) if n == r and r < min(shapes[i])]
+    below = [i for i, n in enumerate(ranks) if n == r and r < min(shapes[i])]
     for i in below:
         assert unspent < each[i]
         first = [j for j in up if (-removed[j] / each[j], j) < (-removed[i] / each[i], i)]
@@ -260,11 +260,10 @@ def test_the_remainder_is_spent_in_order_and_never_exceeded(shapes, budget, remo
 
 
 LAYERS = {"1B": 16, "3B": 28, "7B": 32}
-TAU_EFF = [
-    [word.strip() for word in line.strip("|\n").split("|")]
-    for line in (ROOT / "docs" / "tau-eff.md").read_text().splitlines()
-    if line.startswith(("| 15", "| 16"))
-]
+TAU_EFF = []
+for row in (ROOT / "docs" / "tau-eff.md").read_text().splitlines():
+    if row.startswith(("| 15", "| 16")):
+        TAU_EFF.append([word.strip() for word in row.strip("|\n").split("|")])
 
 
 @pytest.mark.parametrize("line", TAU_EFF, ids=lambda line: f"table {line[0]}, {line[1]}, tau {line[4]}")
@@ -346,6 +345,11 @@ def test_alpha_only_scales():
     torch.testing.assert_close(*(logits(lm.model) for lm in pair), rtol=1e-3, atol=1e-3)
 
 
+def copies(tensors: dict) -> dict[str, torch.Tensor]:
+    """Copies of tensors by name."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
 def test_phases_train_what_they_say_and_nothing_else():
     lm = quantized()
     teacher, names, config = lm.full_precision(), list(lm.weights)[:3], spear.Config(**SMALL)
@@ -355,11 +359,15 @@ def test_phases_train_what_they_say_and_nothing_else():
     ids = tiny.tokens(8, 16)
     parameters = {name: p.clone() for name, p in lm.model.named_parameters()}
     for phase, other in (config.phases, config.phases[::-1]):
-        before = {name: t.clone() for ec in ecs.values() for name, t in ec.named_buffers()}
+        before = {}
+        for ec in ecs.values():
+            before |= copies(dict(ec.named_buffers()))
         alone = replace(config, **{"epochs1" if phase.trained == GATE else "epochs2": 0})
         losses = calibrate(lm.model, teacher, list(ecs.values()), ids, alone)
         assert sorted(map(len, losses)) == [0, phase.epochs]
-        after = {name: t for ec in ecs.values() for name, t in ec.named_buffers()}
+        after = {}
+        for ec in ecs.values():
+            after |= dict(ec.named_buffers())
         assert all(not torch.equal(after[name], before[name]) for name in phase.trained)
         assert all(torch.equal(after[name], before[name]) for name in other.trained)
         assert not any(t.requires_grad for t in after.values())
@@ -384,9 +392,7 @@ def trained_by_hand(start: dict, ids: torch.Tensor, c: spear.Config, wrong: str 
     """Both phases in plain steps (section 3.1, Table 7): tensors by layer after each; `wrong` is one deviation."""
     teacher, lm = tiny.model("llama").double(), quantized()
     made, T = lm.model.double().requires_grad_(False), 1.0 if wrong == "temperature" else c.temperature
-    layers = {
-        name: Plain(made.get_submodule(name), {k: t.clone() for k, t in own.items()}) for name, own in start.items()
-    }
+    layers = {name: Plain(made.get_submodule(name), copies(tensors)) for name, tensors in start.items()}
     for name, layer in layers.items():
         made.set_submodule(name, layer)
     random, after = torch.Generator().manual_seed(0 if wrong == "seed" else c.seed), []
@@ -417,7 +423,7 @@ def trained_by_hand(start: dict, ids: torch.Tensor, c: spear.Config, wrong: str 
                         p -= rate * c.weight_decay * p
                     size = (v[j] / (1 - c.beta2**step)).sqrt() + 1e-8
                     p -= rate * m[j] / (1 - c.beta1**step) / size
-        after.append({name: {k: t.clone() for k, t in layer.tensors.items()} for name, layer in layers.items()})
+        after.append({name: copies(layer.tensors) for name, layer in layers.items()})
     return after
 
 
@@ -436,7 +442,9 @@ def calibrated():
     """Tensors of three layers before calibration, the sequences, and the same tensors after each phase."""
     lm, ids, after = quantized(), tiny.tokens(5, 12, seed=4), []
     ecs = spear.start(lm, dict.fromkeys(list(lm.weights)[2:12:4], 2), tiny.tokens(), TRAINED)
-    start = {name: {k: t.double().clone() for k, t in ec.named_buffers()} for name, ec in ecs.items()}
+    start = {}
+    for name, ec in ecs.items():
+        start[name] = {key: tensor.double().clone() for key, tensor in ec.named_buffers()}
     lm.model.double()
     for name, ec in ecs.items():
         lm.model.set_submodule(name, spear.CompensatedLinear(lm.model.get_submodule(name), ec.double()))
@@ -444,26 +452,26 @@ def calibrated():
         for name, ec in ecs.items():
             ec.load_state_dict(start[name])
         calibrate(lm.model, tiny.model("llama").double(), list(ecs.values()), ids, config)
-        after.append({name: {k: t.clone() for k, t in ec.named_buffers()} for name, ec in ecs.items()})
+        after.append({name: copies(dict(ec.named_buffers())) for name, ec in ecs.items()})
     return start, ids, after
 
 
 def test_calibration_is_adamw_on_the_divergence(calibrated):
-    start, ids, got = calibrated
+    start, ids, stages = calibrated
     want = trained_by_hand(start, ids, TRAINED)
     for i, names in enumerate((("A", "B"), GATE)):
-        have, wanted = (changed(after[i], start, names) for after in (got, want))
+        have, wanted = (changed(after[i], start, names) for after in (stages, want))
         assert wanted.norm() > 0.01 and (have - wanted).norm() < 1e-3 * wanted.norm()
 
 
 @pytest.mark.parametrize("wrong", DEVIATIONS)
 def test_the_hand_calculation_would_notice(calibrated, wrong):
-    start, ids, got = calibrated
+    start, ids, stages = calibrated
     other = trained_by_hand(start, ids, TRAINED, wrong)
     off = [
         (
-            (changed(got[i], start, names) - changed(other[i], start, names)).norm()
-            / changed(got[i], start, names).norm()
+            (changed(stages[i], start, names) - changed(other[i], start, names)).norm()
+            / changed(stages[i], start, names).norm()
         )
         for i, names in enumerate((("A", "B"), GATE))
     ]
@@ -557,16 +565,19 @@ def test_memory_by_hand():
     one_block = sum(3 * (out + into) + 2 * 3 * 4 for out, into in [(64, 64), (32, 64), (32, 64), (64, 64)])
     one_block += 3 * (3 * (128 + 64) + 2 * 3 * 4) + 7 * 2 * (8 * 9 + 5 * 3)  # and 8r² + 5r values of each gate
     assert lm.extra_bits == {"spear": 2 * one_block * 8}
-    plain, got = bits.report(quantized()), bits.report(lm)
-    assert got["block"] == plain["block"] | {"spear": 2 * one_block * 8} and got["other"] == plain["other"]
-    assert got["bytes"] == plain["bytes"] + 2 * one_block
+    plain, with_compensators = bits.report(quantized()), bits.report(lm)
+    assert (
+        with_compensators["block"] == plain["block"] | {"spear": 2 * one_block * 8}
+        and with_compensators["other"] == plain["other"]
+    )
+    assert with_compensators["bytes"] == plain["bytes"] + 2 * one_block
 
 
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("budget", [0.1, 0.2, 0.5])
 def test_memory_stays_within_the_budget(budget, gate):
     lm = compensated(budget=budget, gate=gate, epochs1=0, epochs2=0)
-    given, hidden = int(budget * bits.report(lm)["block_weights"] / 2), 4 * gate
+    allowed, hidden = int(budget * bits.report(lm)["block_weights"] / 2), 4 * gate
     ranks = {name: int(r) for name, r in zip(lm.weights, lm.facts["layers/rank"], strict=True) if r}
     assert ranks.keys() == lm.attachments.keys()
     shapes, low = {name: tuple(lm.weights[name].shape) for name in ranks}, min(ranks.values())
@@ -576,14 +587,14 @@ def test_memory_stays_within_the_budget(budget, gate):
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         assert size == reference.memory(r, [shapes[name]], hidden)
     spent = sum(reference.memory(r, [shapes[name]], hidden) for name, r in ranks.items())
-    assert lm.extra_bits == {"spear": 8 * spent} and spent <= given
-    assert low == reference.rank(given, list(shapes.values()), hidden) and max(ranks.values()) <= low + 1
+    assert lm.extra_bits == {"spear": 8 * spent} and spent <= allowed
+    assert low == reference.rank(allowed, list(shapes.values()), hidden) and max(ranks.values()) <= low + 1
     raises = [
         reference.memory(low + 1, [shapes[name]], hidden) - reference.memory(low, [shapes[name]], hidden)
         for name, r in ranks.items()
         if r == low
     ]
-    assert given - spent < min(raises)
+    assert allowed - spent < min(raises)
 
 
 def test_an_unspent_remainder_is_one_rank(tmp_path):
@@ -592,9 +603,9 @@ def test_an_unspent_remainder_is_one_rank(tmp_path):
     )
     (r,) = set(unspent.facts["layers/rank"])
     assert set(layers.facts["layers/rank"]) == {r, r + 1}
-    given = compensated(rank=r, seed=3, placement="full")
+    of_rank = compensated(rank=r, seed=3, placement="full")
     files = []
-    for lm in (unspent, given, layers):
+    for lm in (unspent, of_rank, layers):
         lm.save(tmp_path / "model", {})
         files.append((tmp_path / "model").read_bytes())
     assert files[0] == files[1] != files[2], "a given rank has no remainder"
@@ -604,7 +615,7 @@ def test_an_unspent_remainder_is_one_rank(tmp_path):
 def test_the_remainder_goes_where_it_removes_the_most_error(placement):
     lm = quantized()
     names, config = list(lm.weights)[:: 1 + (placement == "cka")], spear.Config(**SMALL | {"placement": placement})
-    got, low = spear.layer_ranks(lm, names, config), min(spear.layer_ranks(lm, names, config).values())
+    ranks, low = spear.layer_ranks(lm, names, config), min(spear.layer_ranks(lm, names, config).values())
 
     def left(name: str, r: int) -> float:  # squared error that the best rank r leaves
         E = lm.full[name].double() - lm.model.get_submodule(name).weight.double()
@@ -616,17 +627,17 @@ def test_the_remainder_goes_where_it_removes_the_most_error(placement):
     for name, want in zip(names, removed):
         assert removed_error(lm, name, low) == pytest.approx(want, rel=1e-4)
     rest = spear.budget_bytes(lm, config) - reference.memory(low, shapes, 4)
-    assert list(got.items()) == list(zip(names, selection.raised(low, rest, shapes, 4, removed)))
-    assert len(set(got.values())) == 2 and removed_error(lm, names[0], min(shapes[0])) == 0
+    assert list(ranks.items()) == list(zip(names, selection.raised(low, rest, shapes, 4, removed)))
+    assert len(set(ranks.values())) == 2 and removed_error(lm, names[0], min(shapes[0])) == 0
 
 
 def test_the_ranks_are_said(capsys):
-    for options, said in (
+    for options, pattern in (
         ({"placement": "full"}, r"layers, rank (\d+) to (\d+), (\d+) bytes"),
         ({"rank": 2}, r"layers, rank (2), (\d+) bytes"),
     ):
         lm = compensated(epochs1=0, epochs2=0, **options)
-        *ranks, size = map(int, re.search(said, capsys.readouterr().err).groups())
+        *ranks, size = map(int, re.search(pattern, capsys.readouterr().err).groups())
         assert sorted(set(lm.facts["layers/rank"]) - {0}) == ranks and lm.extra_bits == {"spear": 8 * size}
 
 
@@ -653,16 +664,16 @@ def test_the_choice_of_layers_is_algorithm_1(monkeypatch, pattern):
     lm, c, seen = quantized(), spear.Config(), {}
     delta = PATTERNS[pattern]
     monkeypatch.setattr(selection, "damages", lambda *args: dict(zip(lm.weights, delta, strict=True)))
-    got = spear.place(lm, lm.full_precision(), tiny.tokens(), c, seen)
+    placed = spear.place(lm, lm.full_precision(), tiny.tokens(), c, seen)
     adjusted = [max(0.0, d - c.noise_floor) for d in delta]
     threshold = reference.tau_eff(reference.entropy(delta), c.tau, c.entropy_trigger, c.tau_diffuse)
     K = reference.support(adjusted, threshold, "0.15", "0.6")
     cost = [sum(weight.shape) for weight in lm.weights.values()]
     names = list(lm.weights)
-    assert got == [names[i] for i in reference.select(adjusted, cost, K, math.ceil(c.protected * K), c.cost_weight)]
+    assert placed == [names[i] for i in reference.select(adjusted, cost, K, math.ceil(c.protected * K), c.cost_weight)]
     assert list(seen) == names and list(seen.values()) == delta
     if pattern == "diffuse":
-        assert len(got) == 6, "0.4 of 14 equal layers, not 0.8 of them"
+        assert len(placed) == 6, "0.4 of 14 equal layers, not 0.8 of them"
 
 
 @pytest.fixture

@@ -93,10 +93,10 @@ def effective(weight, split=(4, 5), group=8, width=3, kind="rounding_aware", **g
 def test_split_channels_are_rounded_half_up_to_whole_steps_of_the_unclipped_grid():
     """Two codes of 3 bits reach the 11 levels from -5 to 5 steps; ties such as 3/2 go up."""
     w, step = on_a_grid(), 2.0**-6
-    got = effective(w) / step
-    assert torch.equal(got[:, 4:], torch.floor(w[:, 4:] / step + 0.5)), "unclipped, half up"
-    assert torch.equal(got[:, :4], w[:, :4] / step), "single columns are on the grid"
-    assert got[:, 4].unique().tolist() == list(range(-5, 6))
+    steps = effective(w) / step
+    assert torch.equal(steps[:, 4:], torch.floor(w[:, 4:] / step + 0.5)), "unclipped, half up"
+    assert torch.equal(steps[:, :4], w[:, :4] / step), "single columns are on the grid"
+    assert steps[:, 4].unique().tolist() == list(range(-5, 6))
 
 
 def test_that_identity_breaks_with_ties_to_even(monkeypatch):
@@ -223,9 +223,9 @@ def test_is_the_formula_in_exact_fractions(seed, width, include_zero, pairs, shi
     grid = GroupGrid(width, 16, include_zero=include_zero)
     _, scales, _, _ = branches.fit(w, kept, Rounding(grid))
     assert scales.flatten()[0].item() == pytest.approx(float(step), rel=1e-6)
-    got = branches.fake_quantize(w, kept, Rounding(grid))[0]
+    quantized = branches.fake_quantize(w, kept, Rounding(grid))[0]
     merged = kept.joined(torch.tensor([float(v) for v in want], dtype=torch.float64))
-    assert (got - merged).abs().max() <= 1e-6 * w.abs().max()
+    assert (quantized - merged).abs().max() <= 1e-6 * w.abs().max()
 
 
 @FAST
@@ -242,8 +242,8 @@ def test_the_step_of_seq_levels_is_where_its_iteration_ends(seed, width, pairs):
 def test_groups_of_zeros_and_of_one_value():
     for value in (0.0, 0.5, -3.0):
         w = torch.full((2, 12), value)
-        got = effective(w, [0, 5, 6, 7], 16, 2)
-        assert torch.isfinite(got).all() and (got - w).abs().max() <= abs(value) / 2 * 1.001
+        merged = effective(w, [0, 5, 6, 7], 16, 2)
+        assert torch.isfinite(merged).all() and (merged - w).abs().max() <= abs(value) / 2 * 1.001
     assert torch.equal(effective(torch.zeros(2, 12), [0, 5], 16, 2), torch.zeros(2, 12))
 
 
@@ -266,17 +266,17 @@ def test_a_packed_weight_is_the_fake_quantized_one_at_every_width(seed, kind, sc
 def test_gradient_passes_straight_through(kind):
     w = random(3, 28).requires_grad_()
     coefficients = random(3, 28, seed=1)
-    got = branches.fake_quantize(w, columns(28, [3, 9, 10, 27], 16), Rounding(GroupGrid(2, 16), kind))
-    (got * coefficients).sum().backward()
-    assert torch.equal(w.grad, coefficients) and not torch.equal(got, w)
+    quantized = branches.fake_quantize(w, columns(28, [3, 9, 10, 27], 16), Rounding(GroupGrid(2, 16), kind))
+    (quantized * coefficients).sum().backward()
+    assert torch.equal(w.grad, coefficients) and not torch.equal(quantized, w)
 
 
 def test_without_split_channels_a_weight_is_quantized_as_elsewhere():
     for kind in ("rounding_aware", "naive"):
         for levels in ("asymmetric", "seq"):
             grid = GroupGrid(2, 32, levels, scale="e4m3")
-            got = branches.fake_quantize(W, columns(256, [], 32), Rounding(grid, kind))
-            assert torch.equal(got, quantizer.fake_quantize(W, grid))
+            quantized = branches.fake_quantize(W, columns(256, [], 32), Rounding(grid, kind))
+            assert torch.equal(quantized, quantizer.fake_quantize(W, grid))
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
@@ -294,9 +294,9 @@ def test_columns_hold_every_pair_in_one_group(channels, seed, group, share):
     empty = [index[i : i + group].count(channels) for i in range(0, len(index), group)]
     assert max(empty) - min(empty) <= 3, "spread over the groups; one more beside an odd channel"
     for i in twice.nonzero().flatten().tolist():
-        places = [place for place, other in enumerate(index) if other == i]
-        assert places[0] // group == places[1] // group and [result.first[i], result.second[i]] == places
-        assert result.sign[places].tolist() == [-1, 1]
+        copies = [column for column, other in enumerate(index) if other == i]
+        assert copies[0] // group == copies[1] // group and [result.first[i], result.second[i]] == copies
+        assert result.sign[copies].tolist() == [-1, 1]
     singles = [i for i in index if i < channels and not twice[i]]
     assert singles == sorted(singles) and (result.sign != 0).sum() == 2 * size
     again = Columns.of(result.stored(), channels, group)
@@ -467,10 +467,10 @@ def test_inputs_are_quantized_in_the_groups_of_the_columns():
     x = torch.randn(4, 5, 60, generator=torch.Generator().manual_seed(2)) * (1 + torch.arange(60) % 9)
     wide = quantizer.fake_quantize(kept.gather(x), grid) @ GroupWeight.dequantize(weight).T + linear.bias
     linear.weight.data = weight.dequantize()
-    held = inputs.attachment("bitbybit", 60, grid, kept)
-    layer = inputs.attached(linear, held.tensors, held.numbers)
+    attachment = inputs.attachment("bitbybit", 60, grid, kept)
+    layer = inputs.attached(linear, attachment.tensors, attachment.numbers)
     torch.testing.assert_close(layer(x), wide, rtol=1e-5, atol=1e-5)
-    assert (layer(x) - linear(x)).abs().max() > 0.01 and held.stored_bits() == 0
+    assert (layer(x) - linear(x)).abs().max() > 0.01 and attachment.stored_bits() == 0
     block, want = torch.nn.Sequential(linear), layer(x)
     assert torch.equal(inputs.on_quantized_inputs(block, {"0": 3}, grid, {"0": kept})(x), want)
     assert not torch.equal(block(x), want)
@@ -489,9 +489,9 @@ def test_the_engine_runs_the_sum_of_the_columns():
 
 
 def test_inputs_with_a_list_of_another_layer_are_refused():
-    held = inputs.attachment("bitbybit", 60, GroupGrid(3, 16), columns(60, [0, 7, 33, 59], 16))
+    attachment = inputs.attachment("bitbybit", 60, GroupGrid(3, 16), columns(60, [0, 7, 33, 59], 16))
     with pytest.raises(UserError, match="64 columns of 60 channels do not divide into groups of 48"):
-        inputs.attached(torch.nn.Linear(60, 8), held.tensors, held.numbers | {"group": 48})
+        inputs.attached(torch.nn.Linear(60, 8), attachment.tensors, attachment.numbers | {"group": 48})
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -556,9 +556,9 @@ def test_every_metric_reads_the_inputs_of_the_full_precision_model(monkeypatch, 
     with watching({name: model.get_submodule(name) for name in names}, 6, ("kurtosis",)) as seen:
         tiny.logits(model, IDS)
     assert {kind for kind, _ in noted} == {metric} and len(noted) == 14
-    for (_, got), name in zip(noted, names, strict=True):
+    for (_, read), name in zip(noted, names, strict=True):
         want = true(metric, model.get_submodule(name).weight, seen[name])
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(read, want, rtol=1e-3, atol=1e-3)
 
 
 def test_channels_are_chosen_on_the_second_text_and_trained_on_the_first():

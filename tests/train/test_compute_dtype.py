@@ -21,7 +21,7 @@ def target(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dag.save_model(tmp_path / "tiny-llama")
     tiny = dag.SCALE | {"models": {"Llama-3.2-1B": "tiny-llama"}}
-    return lambda text, **given: Target(scale.load(tiny | given), "tiny-llama", text)
+    return lambda text, **settings: Target(scale.load(tiny | settings), "tiny-llama", text)
 
 
 @pytest.fixture
@@ -63,13 +63,13 @@ def test_a_job_trains_in_float32_and_says_so_beside_its_result(target, seen):
 
 def test_a_job_that_trains_has_threads_of_its_own(target):
     """Stored results are found whatever they are (test_scale.py)."""
-    for given, trained, rounded in (
+    for settings, trained, rounded in (
         ({}, 1, 1),
         ({"training_threads": 2}, 2, 1),
         ({"threads": 3, "training_threads": 2}, 3, 3),
     ):
         for text, threads in ((TRAINED, trained), ("rtn-w4-pc", rounded)):
-            job = compress.job(target(text, **given))
+            job = compress.job(target(text, **settings))
             assert job.parsed_options()["threads"] == job.parsed_inputs()["threads"] == threads
     assert scale.load().training_threads == 2
 

@@ -220,12 +220,12 @@ def test_rate_0_changes_nothing_and_the_first_loss_is_the_models():
 
 
 def test_bad_input():
-    for text, said in {
+    for text, message in {
         "e2e_qp(lr=-1.0)": "0 or more",
         "e2e_qp(batch=0)": "1 or more",
         "e2e_qp(warmup=1.0)": "warmup",
     }.items():
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             recipe.parse(text)
     lm = LowBitModel(tiny.model("llama"))
     with pytest.raises(UserError, match="put one before it: efficientqat"):

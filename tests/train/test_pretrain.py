@@ -185,19 +185,19 @@ def test_a_trained_model_is_installed_with_its_log_tokenizer_and_hashes(tmp_path
     folder = tmp_path / "pocket"
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    place = folder / "pocket-tiny"
-    place.mkdir()
+    installed = folder / "pocket-tiny"
+    installed.mkdir()
     for old in ("card.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
-        (place / old).write_text("of the model before")
+        (installed / old).write_text("of the model before")
     assert room.install(tmp_path / "out", folder) == ["pocket-tiny"]
-    names = {p.name for p in place.iterdir()}
+    names = {p.name for p in installed.iterdir()}
     assert names == {
         "config.json", "model.safetensors", "training-log.json", "tokenizer.json", "tokenizer_config.json"
     }  # fmt: skip
-    assert (place / "tokenizer.json").resolve() == folder / "tokenizer" / "tokenizer.json"
+    assert (installed / "tokenizer.json").resolve() == folder / "tokenizer" / "tokenizer.json"
     listed = dict(reversed(line.split()) for line in (folder / "SHA256SUMS").read_text().splitlines())
     assert listed == {n: sha256(folder / n) for n in ("pocket-tiny/model.safetensors", "tokenizer/tokenizer.json")}
-    assert json.loads((place / "training-log.json").read_text())["done"]
+    assert json.loads((installed / "training-log.json").read_text())["done"]
     with pytest.raises(UserError, match="no pocket model there that was trained to its end"):
         room.install(tmp_path / "unfinished" / "nested", folder)
 
