@@ -248,7 +248,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def place(here, saved):
+def with_model(here, saved):
     """A working folder with a copy of the tiny model to spoil, and a scale of its own."""
     shutil.copytree(saved, here / MODEL)
     (here / "mine.yaml").write_text(json.dumps(SCALE))
@@ -290,7 +290,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda value: value[:30].encode("ascii", "replace").decode())
-def test_recipes(place, capfd, recipe):
+def test_recipes(with_model, capfd, recipe):
     refused(capfd, ("compress", MODEL, "--recipe", recipe, *MINE), *RECIPES[recipe])
 
 
@@ -305,7 +305,7 @@ NO_MODELS = {
 
 
 @pytest.mark.parametrize("name", NO_MODELS, ids=lambda value: value[:20])
-def test_models_that_are_none(place, capfd, name):
+def test_models_that_are_none(with_model, capfd, name):
     refused(capfd, ("compress", name, "--recipe", "rtn-w4-pc", *MINE), *NO_MODELS[name])
 
 
@@ -376,21 +376,21 @@ DAMAGE: list[tuple[Callable[[Path], object], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("damage", "named"), DAMAGE, ids=lambda value: name_of(value))
-def test_damaged_models(place, capfd, damage, named):
-    damage(place / MODEL)
+def test_damaged_models(with_model, capfd, damage, named):
+    damage(with_model / MODEL)
     refused(capfd, ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE), *named)
 
 
 @pytest.mark.parametrize("damage", [cut, absent])
-def test_damaged_tokenizers(place, capfd, damage):
-    damage("tokenizer.json")(place / MODEL)
+def test_damaged_tokenizers(with_model, capfd, damage):
+    damage("tokenizer.json")(with_model / MODEL)
     refused(capfd, ("perplexity", MODEL, "--corpus", "wikitext2", *MINE), MODEL, "check its tokenizer.json")
 
 
-def test_pocket_weights_with_a_flipped_bit(place, capfd, monkeypatch):
-    monkeypatch.setattr(models, "POCKET", place)
-    checkpoint = place / MODEL / "model.safetensors"
-    (place / "SHA256SUMS").write_text(f"{files.sha256(checkpoint)}  {MODEL}/model.safetensors\n")
+def test_pocket_weights_with_a_flipped_bit(with_model, capfd, monkeypatch):
+    monkeypatch.setattr(models, "POCKET", with_model)
+    checkpoint = with_model / MODEL / "model.safetensors"
+    (with_model / "SHA256SUMS").write_text(f"{files.sha256(checkpoint)}  {MODEL}/model.safetensors\n")
     content = bytearray(checkpoint.read_bytes())
     content[-100] ^= 4
     checkpoint.write_bytes(content)
@@ -477,23 +477,23 @@ EXPORTS: list[tuple[tuple[object, ...], tuple[str, ...], Prepare]] = [
 
 
 @pytest.mark.parametrize(("words", "named", "prepare"), EXPORTS, ids=name_of)
-def test_exports(place, capfd, monkeypatch, words, named, prepare):
+def test_exports(with_model, capfd, monkeypatch, words, named, prepare):
     names = SimpleNamespace(get_name=lambda key, suffixes: key)
     package = SimpleNamespace(GGUFWriter=Writer, get_tensor_name_map=lambda *_: names, GGML_QUANT_VERSION=2)
     package.MODEL_ARCH = package.GGMLQuantizationType = SimpleNamespace(LLAMA=0, Q4_K=12)
     monkeypatch.setitem(sys.modules, "gguf", package)
-    letters = json.loads((place / MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+    letters = json.loads((with_model / MODEL / "tokenizer.json").read_text())["model"]["vocab"]
     merged = {"ab" if i == 256 else letter: i for letter, i in letters.items()}
     for key, value in {"vocab": merged, "merges": [["a", "b"]]}.items():
-        cutting("model", key, to=value)(place / MODEL)
+        cutting("model", key, to=value)(with_model / MODEL)
     if isinstance(prepare, bytes):
-        (place / "x.gguf").write_bytes(prepare)
+        (with_model / "x.gguf").write_bytes(prepare)
     elif prepare:
-        prepare(place / MODEL)
+        prepare(with_model / MODEL)
     refused(capfd, ("export", MODEL, *words), *named)
 
 
-def test_exports_without_the_package(place, capfd, monkeypatch):
+def test_exports_without_the_package(with_model, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     refused(capfd, ("export", MODEL, *OUT), "gguf package", "pip install gguf==0.19.0")
     refused(capfd, ("export", "nope", *OUT), "gguf package")
@@ -533,37 +533,37 @@ TEXTS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("verb", "words", "named"), TEXTS, ids=lambda value: name_of(value))
-def test_texts_and_outputs(place, capfd, monkeypatch, verb, words, named):
+def test_texts_and_outputs(with_model, capfd, monkeypatch, verb, words, named):
     monkeypatch.setattr(sources, "EMBEDDED", {})
     refused(capfd, (verb, MODEL, *MINE, *words), *named)
 
 
-def test_a_text_without_a_full_window(place, capfd):
-    config = json.loads((place / MODEL / "config.json").read_text()) | {"max_position_embeddings": 10**9}
-    (place / MODEL / "config.json").write_text(json.dumps(config))
+def test_a_text_without_a_full_window(with_model, capfd):
+    config = json.loads((with_model / MODEL / "config.json").read_text()) | {"max_position_embeddings": 10**9}
+    (with_model / MODEL / "config.json").write_text(json.dumps(config))
     words = ("perplexity", MODEL, *MINE, "--corpus", "wikitext2", "--config", "perplexity={length: 100000000}")
     refused(capfd, words, "no full window of 100000000", "name a longer corpus")
 
 
-def test_data_folders_without_the_data(place, capfd, monkeypatch):
+def test_data_folders_without_the_data(with_model, capfd, monkeypatch):
     monkeypatch.setattr(sources, "EMBEDDED", {})
-    monkeypatch.setenv("REPRO_DATA", str(place))
+    monkeypatch.setenv("REPRO_DATA", str(with_model))
     text = ("perplexity", MODEL, *MINE, "--corpus", "wikitext2-valid")
     items = ("zeroshot", MODEL, *MINE, "--config", "zeroshot={tasks: [piqa]}")
     rows, task = "wikitext-2/wikitext-2-raw-v1.validation.rows.jsonl", "zeroshot/raw/piqa_valid.jsonl"
     refused(capfd, text, rows, "not in REPRO_DATA=")
     refused(capfd, items, task, "no such file", "REPRO_DATA")
-    write(rows, '{"text": "another"}\n')(place)
+    write(rows, '{"text": "another"}\n')(with_model)
     refused(capfd, text, "wikitext2-valid", "is not the text that this name stands for", "copy it again")
-    write(rows, 10 * DEEP)(place)
+    write(rows, 10 * DEEP)(with_model)
     refused(capfd, text, "not readable as corpus 'wikitext2-valid'", "copy it again")
-    write(task, '{"goal": 1}\n')(place)
-    write(task.replace(".jsonl", "-labels.lst"), "0\n")(place)
+    write(task, '{"goal": 1}\n')(with_model)
+    write(task.replace(".jsonl", "-labels.lst"), "0\n")(with_model)
     refused(capfd, items, "piqa_valid.jsonl", "not the file that task piqa stands for", "cut or of another version")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu(place, capfd):
+def test_no_gpu(with_model, capfd):
     words = ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE, "--config", "device=cuda")
     refused(capfd, words, "no CUDA device", "choose a scale whose device is cpu")
 
@@ -796,20 +796,20 @@ def test_what_is_no_regular_file(here, capfd, words, kind):
         Path("p.json").symlink_to("/dev/zero")
     else:
         os.mkfifo("p.json")
-    said = "exists, and this command did not write it" if "--save" in words else f"{kind}, not a regular file"
-    refused(capfd, words, "p.json", said)
+    message = "exists, and this command did not write it" if "--save" in words else f"{kind}, not a regular file"
+    refused(capfd, words, "p.json", message)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_model_with_a_pipe_for_a_file(place, capfd, name):
-    (place / MODEL / name).unlink()
-    os.mkfifo(place / MODEL / name)
+def test_a_model_with_a_pipe_for_a_file(with_model, capfd, name):
+    (with_model / MODEL / name).unlink()
+    os.mkfifo(with_model / MODEL / name)
     refused(capfd, ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE), "model", "no ")
 
 
-def test_a_tokenizer_that_is_a_pipe(place, capfd):
-    (place / MODEL / "tokenizer.json").unlink()
-    os.mkfifo(place / MODEL / "tokenizer.json")
+def test_a_tokenizer_that_is_a_pipe(with_model, capfd):
+    (with_model / MODEL / "tokenizer.json").unlink()
+    os.mkfifo(with_model / MODEL / "tokenizer.json")
     words = ("perplexity", MODEL, *MINE, "--corpus", "wikitext2")
     refused(capfd, words, "tokenizer.json: a named pipe, not a regular file")
 
@@ -824,27 +824,27 @@ def test_a_tokenizer_that_is_a_pipe(place, capfd):
     ],
     ids=["file", "jobs", "folder"],
 )
-def test_outputs_below_proc(place, capfd, words):
-    (place / "words.txt").write_text("the old town by the sea had a market and two mills. " * 50)
+def test_outputs_below_proc(with_model, capfd, words):
+    (with_model / "words.txt").write_text("the old town by the sea had a market and two mills. " * 50)
     refused(capfd, words, "/proc/x", "cannot be ")
 
 
-def test_a_compressed_model_over_something_else(place, capfd):
+def test_a_compressed_model_over_something_else(with_model, capfd):
     """Not over the user's own weights, not over a link, not into the folder of another compressed model."""
     words = ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE, "--out")
     for name in ("model.safetensors", "new.safetensors"):
         refused(capfd, (*words, f"{MODEL}/{name}"), name, "model is the folder of a model; choose another folder")
-    (place / "copy").mkdir()
-    shutil.copy(place / MODEL / "model.safetensors", place / "copy")
+    (with_model / "copy").mkdir()
+    shutil.copy(with_model / MODEL / "model.safetensors", with_model / "copy")
     refused(capfd, (*words, "copy/model.safetensors"), "model.safetensors: exists, and this command did not write it")
-    (place / "words.safetensors").write_text("words")
+    (with_model / "words.safetensors").write_text("words")
     refused(capfd, (*words, "words.safetensors"), "this command did not write it", "choose another name")
-    (place / "link.safetensors").symlink_to("nowhere")
+    (with_model / "link.safetensors").symlink_to("nowhere")
     refused(capfd, (*words, "link.safetensors"), "this command did not write it")
     assert main([*map(str, words), "new.safetensors"]) == 0 == main([*map(str, words), "new.safetensors"])  # its own
-    (place / "mine").mkdir()
-    (place / "new.safetensors").rename(place / "mine" / "model.safetensors")
-    (place / "mine" / "compressed.json").write_text("{}")
+    (with_model / "mine").mkdir()
+    (with_model / "new.safetensors").rename(with_model / "mine" / "model.safetensors")
+    (with_model / "mine" / "compressed.json").write_text("{}")
     refused(capfd, (*words, "mine/model.safetensors"), "mine is the folder of another compressed model")
 
 
@@ -986,7 +986,7 @@ def test_damaged_results(house, capfd):
     (csv,) = folder.glob("spear-table1.csv.xz")
     whole = csv.read_bytes()
     lines = lzma.decompress(whole)
-    for damage, said in (
+    for damage, message in (
         (whole[:-40], "an incomplete or damaged file in xz"),
         (lines, "an incomplete or damaged file in xz"),
         (lzma.compress(lines[:-40]), "cut short"),
@@ -995,7 +995,7 @@ def test_damaged_results(house, capfd):
     ):
         csv.write_bytes(damage)
         accepted.forget()
-        refused(capfd, ("coverage", "--scale", "tiny"), csv.name, said)
+        refused(capfd, ("coverage", "--scale", "tiny"), csv.name, message)
     csv.write_bytes(whole)
     table = house.table()
     flip(next(folder.glob("observations/*.parquet")))
@@ -1018,8 +1018,8 @@ def test_full_and_read_only_disks(here, capfd, monkeypatch, code, message):
 
 
 @pytest.mark.parametrize("name", ["build", "build/compress"])
-def test_a_file_where_a_folder_should_be(place, capfd, name):
-    write(name, "")(place)
+def test_a_file_where_a_folder_should_be(with_model, capfd, name):
+    write(name, "")(with_model)
     words = ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE)
     refused(capfd, words, name, "a file or folder is in its place")
 
@@ -1044,8 +1044,8 @@ def test_python_too_old(tmp_path):
     words = ["make", "-f", HOME / "Makefile", f"VENV={tmp_path / 'elsewhere'}", f"PYTHON={old}", "env"]
     done = dag.run(words, ROOT, ROOT)
     assert done.code == 2 and not (tmp_path / "elsewhere").exists()
-    said = [line for line in done.err.splitlines() if not line.startswith("make")]
-    assert len(said) == 1 and "Python 3.11 or newer is needed" in said[0] and "3.9" in said[0]
+    lines = [line for line in done.err.splitlines() if not line.startswith("make")]
+    assert len(lines) == 1 and "Python 3.11 or newer is needed" in lines[0] and "3.9" in lines[0]
 
 
 def test_there_are_sixty():

@@ -20,59 +20,59 @@ MAKE = dag.repro("make", dag.TARGET, dag.PLOT, "--cores", 1)
 ANOTHER = "another build is running here"
 
 
-def wait_until_gone(place) -> None:
+def wait_until_gone(folder) -> None:
     """Wait until the killed processes are out of the process table, which takes a moment and no longer."""
     end = time.monotonic() + 10
-    while dag.processes(place):
+    while dag.processes(folder):
         assert time.monotonic() < end, "a worker outlived the kill"
         time.sleep(0.02)
 
 
 @pytest.mark.timeout(600 * (KILLS + 1))
 def test_an_interrupted_and_a_killed_build_resume(built, tmp_path):
-    place = dag.folder(tmp_path / "work")
-    process = dag.start_held(MAKE, place, built.twin, place / "log", "perplexity")  # which needs others that are done
+    folder = dag.folder(tmp_path / "work")
+    process = dag.start_held(MAKE, folder, built.twin, folder / "log", "perplexity")  # which needs others that are done
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    assert (place / "log").read_text().strip().splitlines()[-1] == "interrupted; run again to resume"
-    assert "Traceback" not in (place / "log").read_text()
-    wait_until_gone(place)
-    kept = dag.observed(place)
-    assert kept and not list(place.rglob("*.tmp*")) and len(kept) < len(built.observed)
+    assert (folder / "log").read_text().strip().splitlines()[-1] == "interrupted; run again to resume"
+    assert "Traceback" not in (folder / "log").read_text()
+    wait_until_gone(folder)
+    kept = dag.observed(folder)
+    assert kept and not list(folder.rglob("*.tmp*")) and len(kept) < len(built.observed)
 
     clock, kills = random.Random(KILLS), 0
     while kills < KILLS:
-        process = dag.start(MAKE, place, built.twin, place / "log")
+        process = dag.start(MAKE, folder, built.twin, folder / "log")
         moment = time.monotonic() + clock.uniform(0.5, built.seconds)
         while time.monotonic() < moment and process.poll() is None:
             time.sleep(0.02)
         if process.poll() is None:
             process.kill()  # whose workers end with it
             process.wait()
-            wait_until_gone(place)
+            wait_until_gone(folder)
             kills += 1
         else:
-            assert process.returncode == 0, (place / "log").read_text()
-            assert dag.outputs(place) == built.tables
+            assert process.returncode == 0, (folder / "log").read_text()
+            assert dag.outputs(folder) == built.tables
             for name in ("build", "tables", "figures"):
-                shutil.rmtree(place / name)
-    done = dag.quick(MAKE, place, built.twin, timeout=500)
+                shutil.rmtree(folder / name)
+    done = dag.quick(MAKE, folder, built.twin, timeout=500)
     assert done.code == 0, done.text
-    assert dag.outputs(place) == built.tables and dag.observed(place) == built.observed
+    assert dag.outputs(folder) == built.tables and dag.observed(folder) == built.observed
     drawn = {f"table {dag.TARGET}", f"figure {dag.PLOT}"}
-    assert dag.dry_run(place, built.twin, dag.TARGET, dag.PLOT) <= drawn, "Snakemake takes the results that lie there"
-    assert not list(place.rglob("*.tmp*"))
+    assert dag.dry_run(folder, built.twin, dag.TARGET, dag.PLOT) <= drawn, "Snakemake takes the results that lie there"
+    assert not list(folder.rglob("*.tmp*"))
 
 
 def test_one_build_at_a_time_even_when_make_is_gone(built, tmp_path):
     """A second build is refused while the first lives, and while only a worker that it started does."""
-    place = dag.folder(tmp_path / "work")
-    first = dag.start_held(MAKE, place, built.twin, place / "log", "compress")
+    folder = dag.folder(tmp_path / "work")
+    first = dag.start_held(MAKE, folder, built.twin, folder / "log", "compress")
     workers = []
     try:
-        second = dag.quick(MAKE, place, built.twin)
+        second = dag.quick(MAKE, folder, built.twin)
         assert second.code == 2
-        assert second.err.strip() == f"error: {place}: {ANOTHER}; wait until it ends"
+        assert second.err.strip() == f"error: {folder}: {ANOTHER}; wait until it ends"
         assert first.poll() is None
         workers = psutil.Process(first.pid).children(recursive=True)
         for one in workers:  # asleep, so that it cannot notice that who started it is gone
@@ -80,10 +80,10 @@ def test_one_build_at_a_time_even_when_make_is_gone(built, tmp_path):
                 one.suspend()
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-        third = dag.quick(MAKE, place, built.twin)
+        third = dag.quick(MAKE, folder, built.twin)
         assert third.code == 2 and ANOTHER in third.err
     finally:
         for one in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        wait_until_gone(place)
+        wait_until_gone(folder)

@@ -98,8 +98,8 @@ def test_with_a_stub_of_their_package(tmp_path):
 def test_with_their_package(tmp_path):
     words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path]
     subprocess.run([*map(str, words), "kernels>=0.16,<0.17", "kernels-data"], check=True)
-    available, version, place = ask(tmp_path)
-    assert available == "True" and version.startswith("0.16.") and place.endswith("kernels")
+    available, version, path = ask(tmp_path)
+    assert available == "True" and version.startswith("0.16.") and path.endswith("kernels")
 
 
 def test_ours_has_no_init():

@@ -57,26 +57,26 @@ def test_declared_dependencies_are_those_imported():
 
 
 def test_a_bare_checkout_runs(tmp_path):
-    place = dag.copy_checkout(tmp_path / "source", spec=None)
-    done = dag.run(dag.repro("list"), place, place)
+    checkout = dag.copy_checkout(tmp_path / "source", spec=None)
+    done = dag.run(dag.repro("list"), checkout, checkout)
     assert done.code == 0 and done.err == "", done.text
     assert re.search(r"^tables +spear/table1, ", done.out, re.MULTILINE) and "perplexity" in done.out
-    version = dag.run(dag.repro("--version"), place, place)
+    version = dag.run(dag.repro("--version"), checkout, checkout)
     assert version.out == f"lowbit-repro {__version__}\n"
 
 
 @pytest.mark.timeout(300)
 def test_an_installed_package_works_elsewhere(tmp_path):
-    place = dag.copy_checkout(tmp_path / "source", spec=None)
-    (place / "config" / "tiny.yaml").unlink()
-    shutil.copytree(ROOT / "results", place / "results")
-    shutil.copytree(ROOT / "repro" / "pocket", place / "repro" / "pocket", symlinks=True, dirs_exist_ok=True)
+    checkout = dag.copy_checkout(tmp_path / "source", spec=None)
+    (checkout / "config" / "tiny.yaml").unlink()
+    shutil.copytree(ROOT / "results", checkout / "results")
+    shutil.copytree(ROOT / "repro" / "pocket", checkout / "repro" / "pocket", symlinks=True, dirs_exist_ok=True)
     target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
     elsewhere.mkdir()
     words = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--target", target, "."]
-    done = dag.run([sys.executable, "-m", "pip", "install", "--quiet", *words], place, place)
+    done = dag.run([sys.executable, "-m", "pip", "install", "--quiet", *words], checkout, checkout)
     assert done.code == 0, done.text
-    shutil.rmtree(place)  # nothing is read from it
+    shutil.rmtree(checkout)  # nothing is read from it
     listed = dag.quick(dag.repro("list"), elsewhere, target, SCALE="")
     assert listed.code == 0, listed.text
     assert "spear/table1, spear/table2, " in listed.out and "spear/figure13" in listed.out
@@ -93,11 +93,11 @@ def test_only_functions_that_exceed_the_limits_are_excused_from_them():
     assert limits == ["C901", "PLR0912", "PLR0915"]
     excused = {file: set(rules) for file, rules in lint["per-file-ignores"].items() if "*" not in file}
     words = ["-m", "ruff", "check", "--isolated", "--exit-zero", "--output-format", "json", "--line-length", "120"]
-    said = subprocess.run(
+    listed = subprocess.run(
         [sys.executable, *words, "--select", ",".join(limits), *excused], cwd=ROOT, capture_output=True
     )
     exceeded: dict[str, set[str]] = {}
-    for one in json.loads(said.stdout):
+    for one in json.loads(listed.stdout):
         exceeded.setdefault(str(Path(one["filename"]).relative_to(ROOT)), set()).add(one["code"])
     assert exceeded == excused
 

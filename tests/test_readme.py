@@ -90,9 +90,9 @@ def of_training_and_gate():
 def of_serving():
     """Table 3's claim on the latency targets, and that first tokens come no earlier than with static chunks."""
     verdict = row_of("spear", "| spear C009 ")[4]
-    held, cases = map(int, re.fullmatch(r"undecided, (\d+) of (\d+) hold", verdict).groups())
-    assert cases - held == 2
-    yield f"its scheduler keeps its latency targets in {held} of {cases} cases (two are undecided:"
+    holding, cases = map(int, re.fullmatch(r"undecided, (\d+) of (\d+) hold", verdict).groups())
+    assert cases - holding == 2
+    yield f"its scheduler keeps its latency targets in {holding} of {cases} cases (two are undecided:"
     assert row_of("spear", "| spear C044 ")[4].startswith("opposite direction")
     yield "with later first tokens than static chunks that keep them"
 
@@ -195,11 +195,11 @@ def of_tables():
     for paper in papers.PAPERS:
         folder = ROOT / "docs" / paper
         numbers = {int(path.stem.removeprefix("table")) for path in folder.glob("table*.md")}
-        said = next(
+        phrase_of_tables = next(
             line for line in first_screen(False).splitlines() if line.startswith("| [") and f"docs/{paper}.md" in line
         )
         named = set()
-        for phrase in re.finditer(r"Tables? ([\d, toand]*\d)", said):
+        for phrase in re.finditer(r"Tables? ([\d, toand]*\d)", phrase_of_tables):
             for span in re.split(", | and ", phrase[1]):
                 low, _, high = span.partition(" to ")
                 named |= set(range(int(low), int(high or low) + 1))

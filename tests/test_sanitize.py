@@ -84,12 +84,12 @@ HELPERS = {"noise": "sample", "q4_k_planes": "q4_k_naive_sparse", "w2a2_format":
 
 def files_with_kernels():
     """Names of the files of `kernels/` that launch something, by what they must contain."""
-    found = set()
+    stems = set()
     for path in (ROOT / "kernels").glob("*.py"):
         text = path.read_text()
         if "@triton.jit" in text or "nvrtc.load(" in text or path.with_suffix(".cu").exists():
-            found.add(path.stem)
-    return found
+            stems.add(path.stem)
+    return stems
 
 
 def test_no_kernel_is_left_out():

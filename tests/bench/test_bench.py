@@ -64,8 +64,8 @@ def bench_layer():
 
 
 def test_everything_is_a_row(device, tmp_path):
-    out, said = tmp_path / "x.csv", []
-    rows = bench.bench(out, [(32, 64), (64, 64)], (1, 4), say=said.append, device=device, rounds=3)
+    out, lines = tmp_path / "x.csv", []
+    rows = bench.bench(out, [(32, 64), (64, 64)], (1, 4), say=lines.append, device=device, rounds=3)
     assert [r.key for r in from_csv(out)] == [r.key for r in rows]
     by = {(r.provider, r.N, r.M): r for r in rows}
     assert by["mine", 64, 4].us == pytest.approx(12.0) and by["mine", 64, 4].fraction == pytest.approx(1 / 12)
@@ -76,7 +76,7 @@ def test_everything_is_a_row(device, tmp_path):
     assert ("few", 32, 1) in by and ("few", 32, 4) not in by
     assert by["mine", 32, 1].versions == "peers=1 timer=2"
     assert by["mine", 32, 1].clock_mhz == 1980 and by["mine", 32, 1].machine == "libraries"
-    assert any("mine 3.00 us, 0.33 of the floor" in line for line in said)
+    assert any("mine 3.00 us, 0.33 of the floor" in line for line in lines)
 
 
 def test_a_run_that_is_cut_leaves_a_whole_file(device, tmp_path):
@@ -93,31 +93,31 @@ def test_a_run_that_is_cut_leaves_a_whole_file(device, tmp_path):
 
 
 def test_resume_measures_only_what_is_missing(device, tmp_path):
-    out, said = tmp_path / "x.csv", []
+    out, lines = tmp_path / "x.csv", []
     full = bench.bench(out, [(32, 64), (64, 64)], (1,), say=str, device=device, rounds=3)
     bench.bench(out, [(32, 64)], (1,), say=str, device=device, rounds=3)
-    again = bench.bench(out, [(32, 64), (64, 64)], (1,), say=said.append, device=device, rounds=3, resume=True)
+    again = bench.bench(out, [(32, 64), (64, 64)], (1,), say=lines.append, device=device, rounds=3, resume=True)
     assert [r.key for r in again] == [r.key for r in full] == [r.key for r in from_csv(out)]
-    assert "1 of 2 shapes and numbers of rows are there already" in said
-    assert not any(line.startswith("32 x 64") for line in said)
-    assert any(line.startswith("[1/1] 64 x 64, M = 1: ") for line in said)
+    assert "1 of 2 shapes and numbers of rows are there already" in lines
+    assert not any(line.startswith("32 x 64") for line in lines)
+    assert any(line.startswith("[1/1] 64 x 64, M = 1: ") for line in lines)
     for other in ({"counts": (1, 4)}, {"device": dataclasses.replace(device, origin=ORIGIN | {"commit": "other"})}):
-        said.clear()
-        options = {"counts": (1,), "device": device, "rounds": 3, "resume": True, "say": said.append} | other
+        lines.clear()
+        options = {"counts": (1,), "device": device, "rounds": 3, "resume": True, "say": lines.append} | other
         bench.bench(tmp_path / "y.csv", [(32, 64)], (1,), say=str, device=device, rounds=3)
         bench.bench(tmp_path / "y.csv", [(32, 64)], **options)
-        assert any(line.startswith("32 x 64") for line in said)
+        assert any(line.startswith("32 x 64") for line in lines)
 
 
 @pytest.mark.parametrize("status", ["wrong", "failed"])
 def test_resume_measures_again_where_a_kernel_of_ours_was_wrong_or_failed(device, tmp_path, monkeypatch, status):
-    out, said = tmp_path / "x.csv", []
+    out, lines = tmp_path / "x.csv", []
     bench.bench(out, [(32, 64), (64, 64)], (1,), say=str, device=device, rounds=3)
     rows = [dataclasses.replace(r, status=status) if r.provider == "mine" and r.N == 64 else r for r in from_csv(out)]
     out.write_text(kernel_rows.to_csv(rows))
     monkeypatch.setattr(kernel_rows, "KERNELS", {"mine": 1})
-    bench.bench(out, [(32, 64), (64, 64)], (1,), say=said.append, device=device, rounds=3, resume=True)
-    assert "1 of 2 shapes and numbers of rows are there already" in said  # the peer called wrong is no reason
+    bench.bench(out, [(32, 64), (64, 64)], (1,), say=lines.append, device=device, rounds=3, resume=True)
+    assert "1 of 2 shapes and numbers of rows are there already" in lines  # the peer called wrong is no reason
     assert {r.status for r in from_csv(out) if r.provider == "mine"} == {"ok"}
 
 
@@ -261,8 +261,8 @@ def test_peers_that_do_not_run_here_are_rescaled_where_they_are_asked_for(device
     mine = {label: p for label, p in device.providers.items() if p.name in ("torch.matmul", "mine")}
     some = dataclasses.replace(device, providers=mine)
     rows = bench.bench(tmp_path / "x.csv", [(512, 2048)], (1,), only=only, say=str, device=some, rounds=3)
-    found = {r.provider for r in rows if r.status == "rescaled"}
-    assert found <= who and bool(found) == bool(who)
+    rescaled = {r.provider for r in rows if r.status == "rescaled"}
+    assert rescaled <= who and bool(rescaled) == bool(who)
 
 
 def test_calls_on_the_host_take_turns_and_one_that_fails_is_left_out(device, tmp_path, monkeypatch):
@@ -304,9 +304,9 @@ def test_choices_of_tokens_are_rows_cold_and_warm(device, tmp_path):
 
     some = dataclasses.replace(device, choices=choices)
     rows = bench.bench(tmp_path / "x.csv", [(32, 64)], (1,), say=str, device=some, rounds=3)
-    found = {r.mode: r for r in rows if r.kernel == "argmax"}
-    assert set(found) == {"cold", "warm"} and found["cold"].copies > 1 and found["warm"].copies == 1
-    for row in found.values():
+    by_mode = {r.mode: r for r in rows if r.kernel == "argmax"}
+    assert set(by_mode) == {"cold", "warm"} and by_mode["cold"].copies > 1 and by_mode["warm"].copies == 1
+    for row in by_mode.values():
         assert (row.N, row.K, row.M, row.host_us, row.us) == (32, None, 2, 12.5, pytest.approx(4.0))
     rows = bench.bench(tmp_path / "x.csv", [(32, 64)], (1,), only=["few"], say=str, device=some, rounds=3)
     assert "argmax" not in {r.kernel for r in rows}
@@ -316,8 +316,8 @@ def test_choices_of_tokens_are_rows_cold_and_warm(device, tmp_path):
 
 def test_the_greedy_choice_is_timed_of_all_its_logits():
     choices = bench.greedy_choices("cpu")
-    assert [[task.facts["M"] for task in tasks] for tasks in choices] == [[1, 1], [16, 16]]
-    for tasks in choices:
+    for tasks, count in zip(choices, (1, 16), strict=True):
+        assert [task.facts["M"] for task in tasks] == [count, count]
         assert [task.name for task in tasks] == ["argmax/bf16/argmax", "argmax/bf16/torch"]
         for task in tasks:
             assert torch.equal(task.launch(**task.inputs), task.want(**task.inputs))

@@ -195,9 +195,9 @@ class Compiled:
     def __init__(self, launches):
         self.launches = launches
 
-    def run(self, x, y, z, stream, *given):
-        assert given[:5] == (1234, (4, 1, 0), None, None, None)
-        self.launches.append(((x, y, z), given[5:], stream))
+    def run(self, x, y, z, stream, *arguments):
+        assert arguments[:5] == (1234, (4, 1, 0), None, None, None)
+        self.launches.append(((x, y, z), arguments[5:], stream))
 
 
 class Kernel:
@@ -209,7 +209,11 @@ class Kernel:
         self.bound, self.launches = [], []
 
     def __getitem__(self, grid):
-        return lambda *given, **constants: self.bound.append((grid, given, constants)) or Compiled(self.launches)
+        def launch(*arguments, **constants):
+            self.bound.append((grid, arguments, constants))
+            return Compiled(self.launches)
+
+        return launch
 
 
 def test_triton_binds_the_first_launch_alone(monkeypatch):
@@ -243,7 +247,7 @@ class Driver:
     class CudaLauncher:
         launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = True, False, 0, 0
 
-        def __call__(self, *given):
+        def __call__(self, *arguments):
             raise AssertionError("the launcher in Python")
 
     def __init__(self):
@@ -257,8 +261,8 @@ class Driver:
         """A kernel; `list.extend` stands for a function in C."""
         launcher = launches.extend
 
-        def encoding(*given):
-            return launcher(*given)
+        def encoding(*arguments):
+            return launcher(*arguments)
 
         self.launcher.launch = encoding if forms else launcher
         facts = {"run": self.launcher, "function": 1234, "packed_metadata": (4, 1, 0)}

@@ -57,8 +57,8 @@ def test_a_layer_and_its_codes(bits, group, symmetric):
 @pytest.mark.parametrize("label, count", [("bf16/bf16/torch.matmul", 3), ("int8/int32/torch._int_mm", 32)])
 def test_those_that_a_processor_can_run_are_timed_soundly(label, count):
     task = EVERYONE[label].task(Layer(48, 256, device="cpu"), count)
-    (found,) = timing.measure([task], Host(), timing.WARM, rounds=3)
-    assert found.facts["M"] == count and found.facts["N"] == 48 and found.relerr <= EVERYONE[label].tolerance
+    (result,) = timing.measure([task], Host(), timing.WARM, rounds=3)
+    assert result.facts["M"] == count and result.facts["N"] == 48 and result.relerr <= EVERYONE[label].tolerance
 
 
 @pytest.mark.parametrize("label", OURS)
@@ -68,8 +68,8 @@ def test_our_operators_run_on_a_processor_and_are_right(label):
     if "cannot be imported" in provider.unavailable("cpu"):
         pytest.skip(provider.unavailable("cpu"))
     task = provider.task(Layer(48, 256, device="cpu"), max(2, provider.least))
-    (found,) = timing.measure([task], Host(), timing.WARM, rounds=3)
-    assert found.relerr <= provider.tolerance and found.nbytes > 48 * 256 // 4
+    (result,) = timing.measure([task], Host(), timing.WARM, rounds=3)
+    assert result.relerr <= provider.tolerance and result.nbytes > 48 * 256 // 4
 
 
 @pytest.mark.parametrize("name", [*KERNELS, *CALLED])
@@ -119,9 +119,9 @@ def test_a_damaged_file_of_recorded_peers(tmp_path, text):
 
 def test_gemlite_runs_with_recorded_configurations_only(monkeypatch):
     """What its tuner found on this device, or what it ships for the H100; a row says which."""
-    place = "({}, 48, 64, 128, 8, 104)"
+    key = "({}, 48, 64, 128, 8, 104)"
     core = types.SimpleNamespace(
-        GEMLITE_TRITON_CONFIG_CACHE={"GEMM_SPLITK": {place.format(m): {} for m in (4, 8)}},
+        GEMLITE_TRITON_CONFIG_CACHE={"GEMM_SPLITK": {key.format(m): {} for m in (4, 8)}},
         get_matmul_type=lambda m, bits: "GEMM" if m >= 64 else "GEMM_SPLITK" if m > 4 else "GEMV",
     )
     package = types.ModuleType("gemlite")
@@ -134,7 +134,7 @@ def test_gemlite_runs_with_recorded_configurations_only(monkeypatch):
         ".triton_kernels.utils": utils,
     }.items():
         monkeypatch.setitem(sys.modules, f"gemlite{name}", module)
-    monkeypatch.setattr(peers, "_gemlite_ready", lambda device: {"GEMV": {place.format(1): {}}})
+    monkeypatch.setattr(peers, "_gemlite_ready", lambda device: {"GEMV": {key.format(1): {}}})
     layer, provider = Layer(48, 64, device="cpu"), PEERS["w4-g128/fp16/gemlite"]
     assert provider.note(layer, 1) == "GEMV, tuned by GemLite on this device"
     assert provider.note(layer, 4) == provider.note(layer, 8) == "GEMM_SPLITK, as GemLite ships it for the H100"

@@ -62,8 +62,8 @@ def test_a_real_slowdown_at_one_shape_is_caught_by_two_runs(tmp_path, base, perc
         printed = capsys.readouterr().out
     assert caught == 20
     assert printed.count("\n") == 1 and "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold" in printed
-    found = float(printed.split(" is ")[1].split(" %")[0])
-    assert found == pytest.approx(percent, abs=1.5)
+    slower = float(printed.split(" is ")[1].split(" %")[0])
+    assert slower == pytest.approx(percent, abs=1.5)
 
 
 def test_one_slow_run_is_a_suspicion(tmp_path, base, capsys):
@@ -415,9 +415,9 @@ def test_the_example_workflow_watches_files_that_exist():
     watched = set()
     for pattern in content[True]["pull_request"]["paths"]:  # YAML 1.1 reads the key `on` as true
         folder = pattern.removesuffix("/**")
-        found = list((ROOT / folder).rglob("*")) if folder != pattern else list(ROOT.glob(pattern))
-        assert found, pattern
-        watched |= {path.resolve() for path in found}
+        matched = list((ROOT / folder).rglob("*")) if folder != pattern else list(ROOT.glob(pattern))
+        assert matched, pattern
+        watched |= {path.resolve() for path in matched}
     for module in (timing, peers, devices, task, regress):
         assert Path(module.__file__).resolve() in watched, module
     assert {path.resolve() for path in (ROOT / "kernels").iterdir() if path.is_file()} <= watched

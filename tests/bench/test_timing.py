@@ -43,10 +43,10 @@ def task(launch, name="gemv", **changes):
 
 def test_an_honest_kernel_gets_its_time():
     fake = Fake()
-    (found,) = measure([task(kernel(fake, cost=3e-6))], fake)
-    assert found.us == pytest.approx(3.0) and found.p20 == pytest.approx(3.0) and len(found.samples) == timing.ROUNDS
-    assert found.nbytes == N * K * 4 and found.gb_per_s == pytest.approx(N * K * 4 / 3e3)
-    assert found.relerr <= 1e-5 and found.clock_mhz == 1980 and found.throttle == "none"
+    (result,) = measure([task(kernel(fake, cost=3e-6))], fake)
+    assert result.us == pytest.approx(3.0) and result.p20 == pytest.approx(3.0) and len(result.samples) == timing.ROUNDS
+    assert result.nbytes == N * K * 4 and result.gb_per_s == pytest.approx(N * K * 4 / 3e3)
+    assert result.relerr <= 1e-5 and result.clock_mhz == 1980 and result.throttle == "none"
 
 
 def test_cold_misses_the_cache_and_warm_hits_it(monkeypatch):
@@ -92,15 +92,17 @@ def test_copies_lie_in_a_row_and_are_the_same_in_everything_but_place():
         "every other": torch.randn(4, 6)[:, ::2],
     }
     copies = timing.copies_in_a_row(value, 3)
-    flat = [timing.tensors(one) for one in copies]
-    for one in flat:
-        for mine, theirs in zip(one, timing.tensors(value)):
-            assert mine.dtype == theirs.dtype and torch.equal(mine.float(), theirs.float())
+    flat = [timing.tensors(each) for each in copies]
+    for tensors in flat:
+        for copied, original in zip(tensors, timing.tensors(value)):
+            assert copied.dtype == original.dtype and torch.equal(copied.float(), original.float())
     assert flat[1][1].stride() == value["turned"].stride() and copies[2]["pieces"][1][1:] == [4, "x"]
     assert copies[1]["packed"].rows == 6 and copies[1]["packed"] is not value["packed"]
-    places = [t.data_ptr() for one in flat for t in one]
-    assert places == sorted(places) and len({t.untyped_storage().data_ptr() for one in flat for t in one}) == 1
-    assert all(p % 64 == 0 for p in (q - places[0] for q in places))
+    every = [tensor for tensors in flat for tensor in tensors]
+    addresses = [tensor.data_ptr() for tensor in every]
+    assert addresses == sorted(addresses)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in every}) == 1
+    assert all((address - addresses[0]) % 64 == 0 for address in addresses)
     steps = {b[0].data_ptr() - a[0].data_ptr() for a, b in zip(flat, flat[1:])}
     assert len(steps) == 1
 
@@ -109,32 +111,32 @@ def test_median_and_percentiles_of_the_rounds():
     fake = Fake()
     noise = [0.0] * timing.WARMUP + [i / 100 for i in range(25)]
     fake.noise = iter(noise)
-    (found,) = measure([task(kernel(fake, cost=1e-6))], fake)
-    assert found.us == pytest.approx(1.12)
-    assert (found.p20, found.p80) == pytest.approx((1.042, 1.198))
+    (result,) = measure([task(kernel(fake, cost=1e-6))], fake)
+    assert result.us == pytest.approx(1.12)
+    assert (result.p20, result.p80) == pytest.approx((1.042, 1.198))
 
 
 def test_tasks_take_turns_and_the_floor_reads_their_exact_bytes():
     fake = Fake()
-    order, asked = [], []
+    order, sizes = [], []
 
     def named(name):
         inner = kernel(fake, cost=2e-6)
         return task(inner, name)
 
     def floor(nbytes):
-        asked.append(nbytes)
+        sizes.append(nbytes)
         slow, fast = kernel(fake, cost=1.5e-6), kernel(fake, cost=1e-6)
         return [task(slow, "slow floor", nbytes=nbytes), task(fast, "floor", nbytes=nbytes)]
 
     real = GraphRun.round
     try:
         GraphRun.round = lambda self, number, check=False: (order.append(self.task.name), real(self, number, check))[1]
-        found = measure([named("a"), named("b")], fake, floor=floor, rounds=4)
+        results = measure([named("a"), named("b")], fake, floor=floor, rounds=4)
     finally:
         GraphRun.round = real
-    assert asked == [N * K * 4]
-    assert [f.fraction for f in found] == pytest.approx([0.5, 0.5])
+    assert sizes == [N * K * 4]
+    assert [f.fraction for f in results] == pytest.approx([0.5, 0.5])
     rounds = [order[i : i + 4] for i in range(0, len(order), 4)]
     assert all(sorted(r) == ["a", "b", "floor", "slow floor"] for r in rounds)
     assert {r[0] for r in rounds} == {"a", "b", "floor", "slow floor"}
@@ -142,8 +144,8 @@ def test_tasks_take_turns_and_the_floor_reads_their_exact_bytes():
 
 def test_energy_is_per_launch():
     fake = Fake()
-    (found,) = measure([task(kernel(fake))], fake, joule_seconds=0.1)
-    assert found.joule == pytest.approx(8e-6 / found.launches)
+    (result,) = measure([task(kernel(fake))], fake, joule_seconds=0.1)
+    assert result.joule == pytest.approx(8e-6 / result.launches)
 
 
 class Driver:
@@ -171,8 +173,8 @@ def test_power_is_the_step_between_two_updates_of_the_counter(seconds, steps):
     """Loads follow each other, each from an update to an update."""
     driver = Driver()
     begin, watts = driver.now, [600.0, 150.0, 700.0]
-    found = powers(driver.counter, [driver.load(w) for w in watts], seconds, driver.clock)
-    assert found == pytest.approx(watts, rel=0.03)
+    measured = powers(driver.counter, [driver.load(w) for w in watts], seconds, driver.clock)
+    assert measured == pytest.approx(watts, rel=0.03)
     assert driver.now - begin < 0.11 + len(watts) * (steps * driver.step + 0.01)
 
 
@@ -384,8 +386,8 @@ def test_a_wrong_kernel_says_how_wrong():
 def test_a_failure_among_peers_is_noted_and_the_others_are_timed():
     fake, failures = Fake(), {}
     tasks = [task(kernel(fake, rows=3), "bad"), task(kernel(fake, cost=2e-6), "good")]
-    found = measure(tasks, fake, failures=failures)
-    assert [f.name for f in found] == ["good"] and isinstance(failures["bad"], Unsound)
+    results = measure(tasks, fake, failures=failures)
+    assert [f.name for f in results] == ["good"] and isinstance(failures["bad"], Unsound)
 
 
 def test_whatever_a_task_raises_is_noted_and_keeps_nothing_alive(monkeypatch):
@@ -408,7 +410,7 @@ def test_whatever_a_task_raises_is_noted_and_keeps_nothing_alive(monkeypatch):
     try:
         bad = {"a": breaks(RuntimeError), "b": breaks(KeyError), "c": kernel(fake, rows=3)}
         tasks = [task(launch, name) for name, launch in bad.items()]
-        assert [found.name for found in measure([*tasks, task(kernel(fake))], fake, failures=failures)] == ["gemv"]
+        assert [result.name for result in measure([*tasks, task(kernel(fake))], fake, failures=failures)] == ["gemv"]
         assert not alive
     finally:
         gc.enable()
@@ -452,13 +454,13 @@ def test_integer_and_fp8_outputs_are_poisoned_and_compared():
 
 def test_the_processor_itself():
     """Packing, quantizers and references are timed by the host's clock, as plain calls."""
-    (found,) = measure([task(lambda x, weight: x @ weight.T)], Host(), WARM, rounds=5)
-    assert found.us > 0 and found.copies == 1 and found.clock_mhz is None
+    (result,) = measure([task(lambda x, weight: x @ weight.T)], Host(), WARM, rounds=5)
+    assert result.us > 0 and result.copies == 1 and result.clock_mhz is None
     with pytest.raises(Unsound):
         measure([task(cached(None))], Host(), WARM, rounds=5)
 
 
 def test_samples_are_in_microseconds_a_launch():
     fake = Fake()
-    (found,) = measure([task(kernel(fake, cost=5e-6))], fake, rounds=7)
-    assert statistics.median(found.samples) == found.us == pytest.approx(5.0) and len(found.samples) == 7
+    (result,) = measure([task(kernel(fake, cost=5e-6))], fake, rounds=7)
+    assert statistics.median(result.samples) == result.us == pytest.approx(5.0) and len(result.samples) == 7

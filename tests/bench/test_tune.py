@@ -24,31 +24,31 @@ SPACE = [{"warps": w} for w in COSTS]
 
 
 def tunable(fake, space=SPACE):
-    def make(place):
-        torch.manual_seed(place)
-        return {"x": torch.randn(2, 32), "weight": torch.randn(place, 32)}
+    def make(rows):
+        torch.manual_seed(rows)
+        return {"x": torch.randn(2, 32), "weight": torch.randn(rows, 32)}
 
-    def task(place, inputs, config):
+    def task(rows, inputs, config):
         def launch(x, weight):
-            y = torch.empty(2, place)
+            y = torch.empty(2, rows)
             wrong = 1.1 if config["warps"] == 8 else 1.0
             fake.run(lambda: y.copy_(wrong * x @ weight.T), COSTS[config["warps"]])
             return y
 
         return Task("", launch, inputs, lambda x, weight: x @ weight.T, 1e-5)
 
-    def at(place):
-        inputs = make(place)
-        return lambda config: task(place, inputs, config)
+    def at(rows):
+        inputs = make(rows)
+        return lambda config: task(rows, inputs, config)
 
-    return [tune.TuningPoint(f"{place}x32", space, lambda place=place: at(place)) for place in (16, 48)]
+    return [tune.TuningPoint(f"{rows}x32", space, lambda rows=rows: at(rows)) for rows in (16, 48)]
 
 
 def test_the_fastest_right_configuration_wins():
-    fake, said = Fake(), []
-    best = [(place.key, config) for place, config in tune.sweep("toy", tunable(fake), fake, said.append)]
+    fake, lines = Fake(), []
+    best = [(point.key, config) for point, config in tune.sweep("toy", tunable(fake), fake, lines.append)]
     assert best == [("16x32", {"warps": 4}), ("48x32", {"warps": 4})]
-    assert "toy 48x32: 1.00 us" in said[1] and "4 of 5 run" in said[1]
+    assert "toy 48x32: 1.00 us" in lines[1] and "4 of 5 run" in lines[1]
 
 
 def test_a_tie_goes_to_the_first():
@@ -66,11 +66,11 @@ def test_of_a_large_space_the_fastest_are_timed_again(monkeypatch):
         return measure(tasks, *arguments, **more)
 
     monkeypatch.setattr(tune.timing, "measure", counted)
-    space, said = [{"warps": w} for w in (16, 1, 4, 2)], []
-    assert next(tune.sweep("toy", tunable(fake := Fake(), space), fake, said.append))[1] == {"warps": 4}
+    space, lines = [{"warps": w} for w in (16, 1, 4, 2)], []
+    assert next(tune.sweep("toy", tunable(fake := Fake(), space), fake, lines.append))[1] == {"warps": 4}
     names = [json.dumps(config) for config in space]
     assert rounds == [(names[:2], 3), (names[2:], 3), ([names[0], names[2]], 9)]  # in the order of the space
-    assert "4 of 4 run" in said[0]
+    assert "4 of 4 run" in lines[0]
 
 
 def test_what_is_compiled_by_a_sweep_is_compiled_beforehand(monkeypatch):
@@ -122,37 +122,37 @@ def test_nothing_that_runs_is_said():
 
 def test_a_sweep_writes_as_it_goes_and_goes_on_where_it_was_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "DONE", tmp_path / "done")
-    path, fake, said = tmp_path / "nvidia-test.json", Fake(), []
+    path, fake, lines = tmp_path / "nvidia-test.json", Fake(), []
     first, second = tunable(fake)
     cut = dataclasses.replace(second, prepare=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        tune.swept("toy", [first, cut], fake, path, said.append)
+        tune.swept("toy", [first, cut], fake, path, lines.append)
     assert tune.read(path) == {"toy": {"16x32": {"warps": 4}}}
     other_space = dataclasses.replace(first, space=SPACE[:2])
-    for places, wanted in (([first, second], ["48x32"]), ([first, second], ["16x32", "48x32"])):
-        said.clear()
-        tune.swept("toy", places, fake, path, said.append)
-        assert [line.split()[1].rstrip(":") for line in said if " us, " in line] == wanted
+    for points, wanted in (([first, second], ["48x32"]), ([first, second], ["16x32", "48x32"])):
+        lines.clear()
+        tune.swept("toy", points, fake, path, lines.append)
+        assert [line.split()[1].rstrip(":") for line in lines if " us, " in line] == wanted
     assert tune.read(path)["toy"] == {"16x32": {"warps": 4}, "48x32": {"warps": 4}}
     with pytest.raises(KeyboardInterrupt):
-        tune.swept("toy", [first, cut], fake, path, said.append)
-    said.clear()
-    tune.swept("toy", [other_space, second], fake, path, said.append)
-    assert sum(" us, " in line for line in said) == 2, "another space is swept anew"
+        tune.swept("toy", [first, cut], fake, path, lines.append)
+    lines.clear()
+    tune.swept("toy", [other_space, second], fake, path, lines.append)
+    assert sum(" us, " in line for line in lines) == 2, "another space is swept anew"
 
 
 def test_a_layer_that_is_swept_meanwhile_leaves_what_a_cut_sweep_has_done(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "DONE", tmp_path / "done")
-    path, fake, said = tmp_path / "nvidia-test.json", Fake(), []
+    path, fake, lines = tmp_path / "nvidia-test.json", Fake(), []
     first, second = tunable(fake)
     third = dataclasses.replace(second, key="64x32")
     cut = dataclasses.replace(second, prepare=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        tune.swept("toy", [first, cut, third], fake, path, said.append)
-    tune.swept("toy", [third], fake, path, said.append)
-    said.clear()
-    tune.swept("toy", [first, second, third], fake, path, said.append)
-    assert [line.split()[1].rstrip(":") for line in said if " us, " in line] == ["48x32", "64x32"]
+        tune.swept("toy", [first, cut, third], fake, path, lines.append)
+    tune.swept("toy", [third], fake, path, lines.append)
+    lines.clear()
+    tune.swept("toy", [first, second, third], fake, path, lines.append)
+    assert [line.split()[1].rstrip(":") for line in lines if " us, " in line] == ["48x32", "64x32"]
     assert not any((tmp_path / "done").rglob("*.json"))
 
 
@@ -178,14 +178,17 @@ def test_of_two_processes_that_tune_at_once_no_winner_is_lost(tmp_path):
     path = tmp_path / "nvidia-test.json"
     context = multiprocessing.get_context("fork")
     start = context.Barrier(2)
-    keys_of = [[f"{writer}x{i}" for i in range(25)] for writer in (16, 48)]
-    writers = [context.Process(target=merge_one_by_one, args=(path, start, keys)) for keys in keys_of]
+    keys, writers = [], []
+    for rows in (16, 48):
+        of_writer = [f"{rows}x{columns}" for columns in range(25)]
+        writers.append(context.Process(target=merge_one_by_one, args=(path, start, of_writer)))
+        keys += of_writer
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert sorted(tune.read(path)["toy"]) == sorted(keys_of[0] + keys_of[1])
+    assert sorted(tune.read(path)["toy"]) == sorted(keys)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
@@ -262,18 +265,19 @@ def test_a_card_like_a_tuned_one_takes_its_configurations_and_the_log_says_so_on
     tune.merge(tmp_path / "nvidia-h200.json", "toy", {"a": {"warps": 4}, "b": {"warps": 2}})
     tune.merge(tmp_path / "nvidia-h200.json", "other", {"a": {"warps": 1}})
     tune.merge(tmp_path / "nvidia-h100-80gb-hbm3.json", "toy", {"b": {"warps": 8}, "c": {"warps": 6}})
-    found = {}
+    configs = {}
     for index in names:
         launch_config.configurations.cache_clear()
-        found[index] = [launch_config.launch_config("toy", key, f"cuda:{index}") for key in ("a", "b", "c")]
-        found[index].append(launch_config.launch_config("other", "a", f"cuda:{index}"))
-    assert found[0] == [{"warps": 4}, {"warps": 8}, {"warps": 6}, {"warps": 1}]
-    assert found[1] == [None] * 4
-    assert found[2] == [{"warps": 4}, {"warps": 2}, {"warps": 6}, {"warps": 1}]
-    said = [record.message for record in caplog.records]
-    assert said[0] == ("launch configurations of nvidia-h200 for nvidia-h100-80gb-hbm3: same architecture, as many SMs")
-    assert len(said) == 3 and said[1].startswith("no launch configurations for nvidia-h100-pcie")
-    assert "of nvidia-h100-80gb-hbm3 for nvidia-h200" in said[2]
+        configs[index] = [launch_config.launch_config("toy", key, f"cuda:{index}") for key in ("a", "b", "c")]
+        configs[index].append(launch_config.launch_config("other", "a", f"cuda:{index}"))
+    assert configs[0] == [{"warps": 4}, {"warps": 8}, {"warps": 6}, {"warps": 1}]
+    assert configs[1] == [None] * 4
+    assert configs[2] == [{"warps": 4}, {"warps": 2}, {"warps": 6}, {"warps": 1}]
+    messages = [record.message for record in caplog.records]
+    of_h100, of_pcie, of_h200 = messages
+    assert of_h100 == "launch configurations of nvidia-h200 for nvidia-h100-80gb-hbm3: same architecture, as many SMs"
+    assert of_pcie.startswith("no launch configurations for nvidia-h100-pcie")
+    assert "of nvidia-h100-80gb-hbm3 for nvidia-h200" in of_h200
     launch_config._slug.cache_clear()
     launch_config.configurations.cache_clear()
 
@@ -297,12 +301,12 @@ def test_the_bits_are_in_the_key_of_every_weight():
 
 @pytest.mark.parametrize("name", TUNABLE)
 def test_tune_writes_under_the_keys_of_the_recorded_files(name):
-    """What is in `kernels/configs` can be made again, key by key, and no two places share a key."""
+    """What is in `kernels/configs` can be made again, key by key, and no two points share one."""
     if reason := cannot_import(name):
         pytest.skip(reason)
-    places = TUNABLE[name]()
-    keys = [place.key for place in places]
-    assert len(set(keys)) == len(keys) and all(len(place.space) > 1 for place in places)
+    points = TUNABLE[name]()
+    keys = [point.key for point in points]
+    assert len(set(keys)) == len(keys) and all(len(point.space) > 1 for point in points)
     for path in tune.FOLDER.glob("*.json"):
         assert set(tune.read(path).get(name, {})) <= set(keys), path.name
 
@@ -312,9 +316,9 @@ def test_copies_and_loads_are_tried_at_every_shape_and_what_is_recorded_among_th
     if reason := cannot_import(name):
         pytest.skip(reason)
     recorded = tune.read(tune.FOLDER / "nvidia-h200.json")[name]
-    for place in TUNABLE[name]():
-        assert {config["bulk"] for config in place.space} == {False, True}
-        assert place.key not in recorded or recorded[place.key] in place.space
+    for point in TUNABLE[name]():
+        assert {config["bulk"] for config in point.space} == {False, True}
+        assert point.key not in recorded or recorded[point.key] in point.space
 
 
 def cannot_import(name):
@@ -353,9 +357,9 @@ def test_gemlite_tunes_itself_where_nothing_is_recorded(tmp_path, monkeypatch):
     class Linear:
         @staticmethod
         def cache_config(name):
-            found = {str((m, n, k, 128, 8, 104)): {"num_warps": 8} for n, k, m in launched}
+            tuned = {str((m, n, k, 128, 8, 104)): {"num_warps": 8} for n, k, m in launched}
             with open(name, "w") as file:
-                json.dump({"GEMV": {}, "GEMM": known["GEMM"] | found}, file)
+                json.dump({"GEMV": {}, "GEMM": known["GEMM"] | tuned}, file)
 
     core = types.SimpleNamespace(GemLiteLinear=Linear)
     monkeypatch.setitem(sys.modules, "gemlite", types.SimpleNamespace(core=core))
@@ -365,14 +369,14 @@ def test_gemlite_tunes_itself_where_nothing_is_recorded(tmp_path, monkeypatch):
         "gemlite_configuration",
         lambda bits, group, layer, m: known["GEMM"].get(f"({m}, {layer.rows}, 64, 128, 8, 104)"),
     )
-    path, said = tmp_path / "gemlite.json", []
+    path, lines = tmp_path / "gemlite.json", []
 
     def task(bits, group, layer, m):
         return {"x": m}, lambda x: launched.append((layer.rows, layer.columns, x)), None
 
     monkeypatch.setattr(peers, "gemlite_task", task)
-    assert tune.gemlite([(48, 64, 64), (48, 64, 8), (48, 64, 512)], [(4, 128)], path, said.append) == path
-    assert launched == [(48, 64, 8)] and said == ["gemlite W4 g128, 48 x 64, M = 8"]
+    assert tune.gemlite([(48, 64, 64), (48, 64, 8), (48, 64, 512)], [(4, 128)], path, lines.append) == path
+    assert launched == [(48, 64, 8)] and lines == ["gemlite W4 g128, 48 x 64, M = 8"]
     assert tune.read(path) == {"GEMM": known["GEMM"] | {"(8, 48, 64, 128, 8, 104)": {"num_warps": 8}}}
     monkeypatch.setattr(peers, "no_gemlite", lambda device: "needs the package gemlite==1")
     with pytest.raises(UserError, match="gemlite needs the package"):

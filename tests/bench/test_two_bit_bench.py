@@ -35,16 +35,16 @@ def device(monkeypatch):
     monkeypatch.setattr(Host, "release", lambda self: None, raising=False)
     who = {**peers.PEERS, **kernel_list.OURS}
     able = {n: dataclasses.replace(p, unavailable=lambda device: None) for n, p in who.items()}
-    asked = []
+    sections = []
 
     def ceilings():
-        asked.append(1)
+        sections.append(1)
         task = able[peers.LIBRARY_LABEL].task(Layer(32, 64, device="cpu"), 1)
         return {"copy": timing.measure([dataclasses.replace(task, name="copy", facts={})], Host(), timing.WARM)[0]}
 
     made = bench.Device("cpu", Host(), lambda nbytes: [], ceilings, able, ORIGIN)
     monkeypatch.setattr(timing, "measure", without_floors(timing.measure))
-    return made, asked
+    return made, sections
 
 
 def without_floors(measure):
@@ -55,10 +55,12 @@ def without_floors(measure):
 
 
 def test_every_file_has_everybody_and_none_is_measured_twice(device, tmp_path, capsys):
-    given, asked = device
-    two_bit.run(tmp_path, given)
-    rows = {path.stem: [r for r in from_csv(path) if r.N] for path in tmp_path.glob("*.csv")}
-    assert rows.keys() == {"table7", "figure6", "tokens"} and len(asked) == 1
+    bench_device, sections = device
+    two_bit.run(tmp_path, bench_device)
+    rows = {}
+    for path in tmp_path.glob("*.csv"):
+        rows[path.stem] = [row for row in from_csv(path) if row.N]
+    assert rows.keys() == {"table7", "figure6", "tokens"} and len(sections) == 1
     everybody = {INSIDE, READY, HALF, DENSE, peers.LIBRARY_LABEL}
     for mode in ("cold", "warm"):
         assert {r.label for r in rows["table7"] if r.mode == mode and r.status == "ok"} == everybody
@@ -68,22 +70,22 @@ def test_every_file_has_everybody_and_none_is_measured_twice(device, tmp_path, c
     assert by_label[HALF].bytes == 48 * 128 // 4 + 48 * 4 * 4 and by_label[DENSE].bytes == 2 * 48 * 128
     assert by_label[READY].relerr < 1e-6 and by_label[INSIDE].relerr < 3e-3
     capsys.readouterr()
-    two_bit.run(tmp_path, given, only=["figure"])
+    two_bit.run(tmp_path, bench_device, only=["figure"])
     again = capsys.readouterr().out
     assert "1 of 1 shapes and numbers of rows are there already" in again and "48 x 128, M = 1" not in again
 
 
 def test_a_wrong_kernel_has_no_time_and_is_named(device, tmp_path):
-    given, _ = device
+    bench_device, _ = device
     for label in (INSIDE, READY):
 
-        def prepare(layer, count, right=given.providers[label].prepare):
+        def prepare(layer, count, right=bench_device.providers[label].prepare):
             inputs, launch, want = right(layer, count)
             return inputs, lambda **call: launch(**call) * 1.01, want
 
-        given.providers[label] = dataclasses.replace(given.providers[label], prepare=prepare)
+        bench_device.providers[label] = dataclasses.replace(bench_device.providers[label], prepare=prepare)
     with pytest.raises(UserError, match=r"w2a2-g32/bf16/w2a2_gemv at 48 x 128: .* off by 0.0"):
-        two_bit.run(tmp_path, given, only=["figure"])
+        two_bit.run(tmp_path, bench_device, only=["figure"])
     assert {r.label for r in from_csv(tmp_path / "figure6.csv") if r.status == "wrong"} == {INSIDE, READY}
 
 

@@ -72,10 +72,10 @@ BEFORE = {
 )
 def test_what_the_layout_changed(path, value, row, cell):
     after = copy.deepcopy(BEFORE)
-    place = after
+    facts = after
     for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+        facts = facts[key]
+    facts[path[-1]] = value
     assert card.layout_rows({"m": BEFORE}, {"m": after})[row][2] == cell
 
 

@@ -60,8 +60,8 @@ def cells_of(flow, number="1"):
     return table_results(flow, "spear", number).measurements
 
 
-def at(flow, *place, number="1"):
-    every = [m for m in cells_of(flow, number) if m.cell_key[: len(place)] == place]
+def at(flow, *key, number="1"):
+    every = [m for m in cells_of(flow, number) if m.cell_key[: len(key)] == key]
     (result,) = [m for m in every if not m.metric.endswith(tables.LOG_PROBABILITY)]
     return result
 
@@ -111,7 +111,9 @@ def test_the_file_holds_every_cell(world, tmp_path):
     read = from_csv(tmp_path / "out" / "spear" / "table1.csv")
     assert [(m.cell_key, m.status) for m in read] == [(m.cell_key, m.status) for m in cells_of(flow)]
     text = (tmp_path / "out" / "spear" / "table1.md").read_text()
-    assert read_markdown(text) and not [v for v in {c.value for c in PRINTED} if v not in text]
+    assert read_markdown(text)
+    printed = {cell.value for cell in PRINTED}
+    assert not [value for value in printed if value not in text]
     assert (tmp_path / "out" / "spear" / "table1.tex").is_file()
 
 
@@ -127,9 +129,10 @@ def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
 
 def test_columns_that_are_not_measured_say_what_they_lack(tmp_path):
     sheet = rendered.build(Workflow(scales.load(name="pocket"), stored=True), "subspec/table6", tmp_path)
-    (said,) = [note for note in sheet.notes if "GPQA's questions" in note]
-    assert said.startswith("Not run, for lack of GPQA's questions, which its authors ask not to spread in the clear: ")
-    assert said.endswith(": GPQA Diamond tokens/s; GPQA Diamond tau.")
+    (missing,) = [note for note in sheet.notes if "GPQA's questions" in note]
+    cause = "GPQA's questions, which its authors ask not to spread in the clear"
+    assert missing.startswith(f"Not run, for lack of {cause}: ")
+    assert missing.endswith(": GPQA Diamond tokens/s; GPQA Diamond tau.")
     assert any(note.startswith("Not run, for lack of two of the four sets: Mean ") for note in sheet.notes)
 
 
@@ -280,8 +283,8 @@ def test_a_corpus_that_the_scale_does_not_map(world):
 def recorded(world, monkeypatch):
     """A flow that takes GPTQ from results, where today's row and series of it are, some columns changed."""
     flow = world()
-    place = ("GPTQ pc", "Wiki", ONE)
-    cell = next(c for c in flow.cells("spear", "1") if c.cell_key[:3] == place)
+    key = ("GPTQ pc", "Wiki", ONE)
+    cell = next(c for c in flow.cells("spear", "1") if c.cell_key[:3] == key)
     row, series = measure.fresh(flow, cell), [dict(seed) for seed in flow.quantity(cell).seeds]
 
     def make(**changes):
@@ -379,8 +382,8 @@ def test_a_column_without_any_value_is_a_line_below_the_table(world):
     results = table_results(flow, "spear", "1")
     lost = [cell for cell in results.cells if cell.col == "C4" or cell.metric == "bpw" or cell.col == "BPW"]
     sheet = content.sheet(results.marked({cell.cell_key: {"status": "not_run", "value": None} for cell in lost}))
-    (said,) = [note for note in sheet.notes if note.startswith("Not run: ")]
-    assert {"C4", "BPW"} <= set(said.removeprefix("Not run: ").rstrip(".").split("; "))
+    (missing,) = [note for note in sheet.notes if note.startswith("Not run: ")]
+    assert {"C4", "BPW"} <= set(missing.removeprefix("Not run: ").rstrip(".").split("; "))
     assert "BPW" not in sheet.head, "nothing was printed there"
     at_c4 = [row[sheet.head.index("C4")] for row in sheet.rows if len(row) > 1]
     assert not any(pair.here for pair in at_c4) and any(pair.printed for pair in at_c4)

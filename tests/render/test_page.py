@@ -153,8 +153,8 @@ def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
     named = set(re.findall(r"B\d{2}", " ".join(claim.claim for claim in written)))
     about = {f"B{i:02}" for i in range(2, 18)} | {f"B{i}" for i in range(22, 30)}
     assert about <= named
-    said = re.search(r"^Of these by arithmetic on printed numbers \(\d+\): (.*)\.$", bitbybit[0], re.MULTILINE)
-    assert {"B20", "B21"} <= set(re.findall(r"B\d{2}", said[1]))
+    by_arithmetic = re.search(r"^Of these by arithmetic on printed numbers \(\d+\): (.*)\.$", bitbybit[0], re.MULTILINE)
+    assert {"B20", "B21"} <= set(re.findall(r"B\d{2}", by_arithmetic[1]))
     audited = [one for one in papers.audit("bitbybit") if {"1", "4"} & set(one.table.split("; "))]
     assert any("73.21" in f"{one.printed} {one.recomputed}" for one in audited), "the text's number for 4 bits"
 
@@ -163,8 +163,8 @@ def test_a_claim_of_bitbybit_that_is_not_seen_names_what_changes_it_or_that_no_c
     for claim in own_numbers.claims_of("bitbybit"):
         result = table_results.judge(stored, claim)
         if result.measured and result.verdict in judging.DIRECTIONS:
-            said = page._why_it_fails(stored, claim)
-            assert said.startswith(("; changed by: ", "; cause not found")) and said in bitbybit[0], (
+            why = page._why_it_fails(stored, claim)
+            assert why.startswith(("; changed by: ", "; cause not found")) and why in bitbybit[0], (
                 f"{claim.claim}, {claim.says}: run what could be the cause, name it in `ablations` or `causes`"
             )
 
@@ -353,7 +353,10 @@ def test_cross_checks_that_are_apart_are_marked_and_counted_by_model():
 def test_the_class_of_tokens_that_makes_two_measures_differ_is_named(spear):
     """The table on the page against the accepted numbers by class, by its own arithmetic; the mark at the largest."""
     table = spear[0].partition("Which tokens make the difference")[2].partition("\n\n## ")[0]
-    lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines() if line[:2] == "| "]
+    lines = []
+    for line in table.splitlines():
+        if line.startswith("| "):
+            lines.append([part.strip() for part in line.strip("|").split("|")])
     head, rows = lines[0], lines[2:]
     known = {m.cell_key: m for m in accepted.every() if (m.paper, m.number) == ("spear", "tokens")}
     names = {m.stand_in: m.model for m in known.values()}
@@ -402,10 +405,10 @@ def test_the_readme_counts_the_tables_that_are_measured(stored):
     whole = {(line.paper, line.number) for line in of_tables if line.status in WHOLE_AND_PARTIAL[0]}
     partial = [line for line in of_tables if line.status in WHOLE_AND_PARTIAL[1]]
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    said = re.search(r"(\d+) of 45 tables \((.*?)\) and (\d+) more in part", text)
-    assert (int(said[1]), int(said[3])) == (len(whole), len(partial))
+    sentence = re.search(r"(\d+) of 45 tables \((.*?)\) and (\d+) more in part", text)
+    assert (int(sentence[1]), int(sentence[3])) == (len(whole), len(partial))
     named = set()
-    for one in said[2].split("; "):
+    for one in sentence[2].split("; "):
         paper, numbers = one.split("'s ")
         for span in numbers.split(", "):
             ends = [int(end) for end in span.split(" to ")]

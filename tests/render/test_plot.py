@@ -101,8 +101,8 @@ def test_bars_of_every_panel_are_drawn_with_their_values_and_what_can_be_seen_of
     }
     plot.bars(panels, "Latency", "ranks", "ms", tmp_path / "f.svg", ratios=False)
     svg = (tmp_path / "f.svg").read_text(encoding="utf-8")
-    said = texts(svg)
-    assert {"13B", "70B", "2.62", "3.00", "61.8", "7.53"} <= set(said) and "7B" not in said
+    words = texts(svg)
+    assert {"13B", "70B", "2.62", "3.00", "61.8", "7.53"} <= set(words) and "7B" not in words
     whiskers = re.search(r"[.](s\d+)[{]fill: none; stroke: #333333", svg)
     assert svg.count(f'class="{whiskers[1]}"') == 1  # of 61.8; the others are narrower than a line
     plot.bars(panels, "Latency", "ranks", "ms", tmp_path / "g.svg")

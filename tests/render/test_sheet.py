@@ -55,12 +55,14 @@ def of_paper(paper, number):
     rows = []
     for model in dict.fromkeys(c.model for c in cells):
         rows.append([model])
-        rows += [[row, *(at.get((m, row, col), "") for col in columns)] for m, row in
-                 dict.fromkeys((c.model, c.row) for c in cells) if m == model]  # fmt: skip
+        for row in dict.fromkeys(c.row for c in cells if c.model == model):
+            rows.append([row, *(at.get((model, row, col), "") for col in columns)])
     return Sheet(f"{paper} {number}", ["", *columns], rows)
 
 
-printed = [(paper, number) for paper in papers.PAPERS for number in papers.tables(paper)]
+printed = []
+for a_paper in papers.PAPERS:
+    printed += [(a_paper, number) for number in papers.tables(a_paper)]
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 ascii_text = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]), max_size=12)

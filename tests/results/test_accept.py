@@ -110,9 +110,9 @@ def test_what_was_not_measured_here_is_left_out(house):
 def test_an_edited_row_is_refused_by_name(house, change):
     (name,) = change
     sentence = refusal(accept, house.edited("RTN pc", "Wiki", **change))
-    given = text(*change.values())
+    value = text(*change.values())
     assert (
-        f"spear table 1 / RTN pc / Wiki / {MODEL} / wikitext2_ppl: {name} is {given!r}, but its jobs give" in sentence
+        f"spear table 1 / RTN pc / Wiki / {MODEL} / wikitext2_ppl: {name} is {value!r}, but its jobs give" in sentence
     )
     assert not house.results.exists()
 
@@ -177,8 +177,8 @@ def test_other_declared_inputs_under_the_same_name_are_refused(house):
 def test_a_flipped_bit_is_one_sentence(house):
     path, file = house.table(), house.job().folder / FILE
     whole, right = file.read_bytes(), observations.load(file)
-    for place in np.random.default_rng(0).integers(0, len(whole), 100):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+    for position in np.random.default_rng(0).integers(0, len(whole), 100):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 16]) + whole[position + 1 :])
         try:
             result = observations.load(file)  # a byte that decides nothing, such as padding
             assert (result.digest, result.meta) == (right.digest, right.meta)
@@ -293,8 +293,8 @@ def test_a_flipped_bit_in_results_is_one_sentence(house):
     cell = house.cell()
     for path in sorted(stored(house).parent.glob("observations/*-perplexity-*.parquet")):
         whole = path.read_bytes()
-        for place in np.random.default_rng(1).integers(0, len(whole), 40):
-            path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        for position in np.random.default_rng(1).integers(0, len(whole), 40):
+            path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
             accepted.forget()
             try:
                 assert house.stored_row().value == measure.measurement_of(house.flow, cell).value
@@ -306,8 +306,8 @@ def test_a_flipped_bit_in_results_is_one_sentence(house):
 def test_units_of_a_pack_are_stored_as_differences():
     """Items of zero-shot tasks are zeros and ones; what numbers them may not take ten times as much as they do."""
     rng = np.random.default_rng(0)
-    held = {("a", seed): {"right": Series(rng.integers(0, 2, 14_000).astype(float), "items")} for seed in range(5)}
-    ((_, data),) = observations.pack(held)
+    series = {("a", seed): {"right": Series(rng.integers(0, 2, 14_000).astype(float), "items")} for seed in range(5)}
+    ((_, data),) = observations.pack(series)
     assert len(data) < 2 * 5 * 14_000 // 8
 
 
@@ -317,8 +317,8 @@ def test_series_that_cells_share_are_stored_once(tmp_path):
     one, other = ({"x": Series(rng.normal(size=5_000), "windows")} for _ in range(2))
     ((_, data),) = observations.pack({("b", 0): one, ("a", 0): one, ("a", 1): other, ("c", 0): other})
     (tmp_path / "a.parquet").write_bytes(data)
-    held, _ = observations.unpack(tmp_path / "a.parquet")
-    assert held.keys() == {("a", 0), ("a", 1)} and held["a", 0]["x"].values.tolist() == one["x"].values.tolist()
+    unpacked, _ = observations.unpack(tmp_path / "a.parquet")
+    assert unpacked.keys() == {("a", 0), ("a", 1)} and unpacked["a", 0]["x"].values.tolist() == one["x"].values.tolist()
     assert len(data) < 0.97 * 2 * 5_000 * 8, "the first bytes of numbers repeat"
 
 
@@ -326,13 +326,13 @@ def test_a_series_that_many_seeds_share_takes_its_bytes_once(tmp_path):
     """A derived cell has the series of its operands: a column is one page, in which zstd finds what repeats."""
     rng = np.random.default_rng(0)
     shared = Series(rng.normal(size=15_000), "windows")
-    held = {("a", seed): {"shared": shared, "own": Series(rng.normal(size=9), "windows")} for seed in range(6)}
-    ((_, data),) = observations.pack(held)
+    series = {("a", seed): {"shared": shared, "own": Series(rng.normal(size=9), "windows")} for seed in range(6)}
+    ((_, data),) = observations.pack(series)
     assert len(data) < 1.1 * 15_000 * 8
     (tmp_path / "a.parquet").write_bytes(data)
     result, _ = observations.unpack(tmp_path / "a.parquet")
-    assert {place: observations.digest(one) for place, one in result.items()} == {
-        place: observations.digest(one) for place, one in held.items()
+    assert {key: observations.digest(one) for key, one in result.items()} == {
+        key: observations.digest(one) for key, one in series.items()
     }
     table, _ = observations.read(tmp_path / "a.parquet", *observations.PACKED)
     assert len(table["cell"].combine_chunks().dictionary) == 1, "a word of a column is read once, not in every row"
@@ -496,9 +496,9 @@ def test_changed_series_leave_the_old_ones_until_their_row_is_written(house, mon
     accept(house.table())
     before = house.stored_row().value
     file = house.job().folder / FILE
-    held = observations.load(file)
-    moved = {name: Series(one.values + 0.5, one.axis, one.group) for name, one in held.series.items()}
-    observations.save(file, moved, {k: v for k, v in held.meta.items() if k not in ("checksum", "made")})
+    built = observations.load(file)
+    moved = {name: Series(one.values + 0.5, one.axis, one.group) for name, one in built.series.items()}
+    observations.save(file, moved, {k: v for k, v in built.meta.items() if k not in ("checksum", "made")})
     whole = house.table()
     with monkeypatch.context() as patcher, pytest.raises(ZeroDivisionError):
         patcher.setattr(accepted, "write_text", lambda *_: 1 / 0)
@@ -582,10 +582,10 @@ def test_observations_round_trip(tmp_path):
     series = {"b": Series(np.array([1.0, -0.0, 0.1875]), "windows", "g"), "a": Series(np.array([2.0]), "model")}
     (tmp_path / "data.safetensors").write_bytes(b"weights")
     observations.save(path, series, {"job": "x/y"})
-    held = observations.load(path)
-    assert list(held.series) == ["b", "a"] and held.digest == observations.digest(series)
-    assert held.series["b"].values.tobytes() == series["b"].values.tobytes()
-    assert list(json.loads(held.meta["made"])) == ["data.safetensors"]
+    loaded = observations.load(path)
+    assert list(loaded.series) == ["b", "a"] and loaded.digest == observations.digest(series)
+    assert loaded.series["b"].values.tobytes() == series["b"].values.tobytes()
+    assert list(json.loads(loaded.meta["made"])) == ["data.safetensors"]
 
 
 @pytest.mark.parametrize(

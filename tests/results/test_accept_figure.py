@@ -44,9 +44,9 @@ def drawn(house, monkeypatch):
     return house
 
 
-def points(flow: Workflow, place: Path) -> list:
+def points(flow: Workflow, folder: Path) -> list:
     """The points of the one series of the drawn figure."""
-    ((panel,),) = [rendered.build(flow, NAME, place).values()]
+    ((panel,),) = [rendered.build(flow, NAME, folder).values()]
     return panel["RTN"]
 
 
@@ -99,8 +99,8 @@ def test_the_verb_takes_a_figure_by_its_name(drawn, capsys):
 
 def test_a_figure_without_jobs_or_of_a_table_is_one_sentence(drawn, monkeypatch):
     shutil.rmtree("build")
-    said = refusal(lambda: accept_figure(drawn.flow, NAME))
-    assert said.startswith(f"{NAME}: no measured row to accept")
+    message = refusal(lambda: accept_figure(drawn.flow, NAME))
+    assert message.startswith(f"{NAME}: no measured row to accept")
     table = FigureSpec("t", "x", "y", table="spear/shares", metrics=("a", "b"))
     monkeypatch.setattr(figures, "figure", lambda *both: table)
     assert "is drawn from the cells of spear/shares" in refusal(lambda: accept_figure(drawn.flow, NAME))

@@ -160,7 +160,7 @@ def test_a_listing_of_jobs_makes_each_once(monkeypatch):
         return (protocols, repr(target.scale.calibration), target.model, target.text, target.seed)
 
     count(compress, "_job", of_target)
-    count(identity, "tokenizer_digest", lambda place: ())
+    count(identity, "tokenizer_digest", lambda folder: ())
     count(stored_rows, "_recomputed", lambda row, quantity: row.key)
     adapter = SnakemakeAdapter(scale.load(name="pocket").as_config())
     assert adapter.jobs_of(TABLE)
@@ -172,8 +172,8 @@ def test_a_listing_of_jobs_makes_each_once(monkeypatch):
 
 
 def test_a_target_names_its_tokenizer_once(monkeypatch):
-    asked = []
-    monkeypatch.setattr(identity, "tokenizer_digest", lambda place: asked.append(place) or "key")
+    calls = []
+    monkeypatch.setattr(identity, "tokenizer_digest", lambda folder: calls.append(folder) or "key")
     target = Target(scale.load(name="pocket"), "pocket-3m", "fp16")
     jobs = [requests.job(target, "piqa", None), requests.job(target, "boolq", None), tokens.job(target, "wikitext2")]
-    assert len(asked) == 1 and {job.parsed_inputs()["tokenizer"] for job in jobs} == {"key"}
+    assert len(calls) == 1 and {job.parsed_inputs()["tokenizer"] for job in jobs} == {"key"}

@@ -188,9 +188,9 @@ def test_with_results_they_are_shown_and_replicated_to_the_last_bit(small):
     wanted = {key: small.stored_row(*key).value for key in result if result[key].source}
     assert {key: result[key].value for key in wanted} == pytest.approx(wanted, rel=1e-6), "the stored values are shown"
     assert {result[row, "Wiki"].source for row in ROWS} == {"replicated"}
-    (said,) = [note for note in sheet.notes if note.startswith("replicated here")]
+    (summary,) = [note for note in sheet.notes if note.startswith("replicated here")]
     count = sum(row.source == "replicated" for row in result.values())
-    assert said.startswith(f"replicated here: {count} of {count} cells agree") and "to the last bit" in said
+    assert summary.startswith(f"replicated here: {count} of {count} cells agree") and "to the last bit" in summary
     assert [note for note in head.notes if note.startswith("replicated here: 2 of 2 cells agree")]
 
 

@@ -88,11 +88,11 @@ def rebuilt(small, bits, monkeypatch):
             seen.update(jobs=jobs, folder=folder)
             return left
 
-        given = {row.row: row for row in new}
+        by_row = {row.row: row for row in new}
         monkeypatch.setattr(verify.pool, "rebuild", rebuild)
         monkeypatch.setattr(accepted, "every", lambda: old)
         blank = dataclasses.replace(OLD, value=None, status="not_run")
-        monkeypatch.setattr(measure, "fresh", lambda flow, cell: given.get(cell.row, blank))
+        monkeypatch.setattr(measure, "fresh", lambda flow, cell: by_row.get(cell.row, blank))
         return verify.verify(small, list(names)), seen
 
     return go
@@ -216,10 +216,11 @@ def test_a_sample_is_what_is_rebuilt_in_its_minutes(small, stored, monkeypatch, 
     by_cell = [jobs.distinct(stored_rows.jobs(small, measure.cell_if_specified(small, row))) for row in rows]
     by_cell.sort(key=lambda made: sum(map(verify.pool.weight, made)))
     done, failed = {job.id for job in by_cell[0]}, by_cell[2][-1]
-    begun, asked = list(by_cell[0]), {}
+    begun, options = list(by_cell[0]), {}
 
     def rebuild(wanted, folder, minutes, turns):
-        asked.update(minutes=minutes, turns=[max(turns[job.id] for job in made) for made in by_cell])
+        turns_of_cells = [max(turns[job.id] for job in needed) for needed in by_cell]
+        options.update(minutes=minutes, turns=turns_of_cells)
         with jobs.built_under(folder):
             for job in begun:
                 job.folder.mkdir(parents=True, exist_ok=True)
@@ -232,7 +233,7 @@ def test_a_sample_is_what_is_rebuilt_in_its_minutes(small, stored, monkeypatch, 
     assert verify.verify(small, [], sample) == 0
     out = capsys.readouterr().out
     assert "1 of 3 cells were rebuilt in 5 minutes" in out and "1 cells: " in out
-    assert asked == {"minutes": 5, "turns": [0, 1, 2]}
+    assert options == {"minutes": 5, "turns": [0, 1, 2]}
     begun.append(failed)
     assert verify.verify(small, [], sample) == 2, "a job that was begun is not done"
 

@@ -73,9 +73,9 @@ def test_every_budget_has_the_same_epochs_and_a_share_of_the_tokens(at):
 def test_the_axis_of_figure_2c_is_what_the_recipe_trains_on_and_needs_no_run(at):
     """All tokens have no count of those that trained, so that an axis of counts had two of its three shares."""
     flow = at()
-    asked = {(c.row, c.col): c for c in flow.cells("bitbybit", "2c", "figure") if c.metric == "six epochs"}
-    assert len(asked) == 12
-    for (method, share), cell in asked.items():
+    by_point = {(c.row, c.col): c for c in flow.cells("bitbybit", "2c", "figure") if c.metric == "six epochs"}
+    assert len(by_point) == 12
+    for (method, share), cell in by_point.items():
         divisor = {"1": 1, "1/16": 16, "1/64": 64}[share.removeprefix("share ")]
         result = measure.measurement_of(flow, cell)
         assert (result.status, result.value) == ("ok", 6 * 8388608 / divisor), (method, share)
@@ -84,8 +84,8 @@ def test_the_axis_of_figure_2c_is_what_the_recipe_trains_on_and_needs_no_run(at)
 def test_a_figure_names_no_device_for_what_no_device_measured(at):
     cells = at().cells("bitbybit", "2c", "figure")
     result = [measure.measurement_of(at(), cell) for cell in cells if cell.metric == "six epochs"]
-    said = rendered._markdown("t", figures.figure("bitbybit", "2c"), result)
-    assert said.endswith("Measured on nothing yet.\n")
+    text = rendered._markdown("t", figures.figure("bitbybit", "2c"), result)
+    assert text.endswith("Measured on nothing yet.\n")
 
 
 def epochs_of(text):
@@ -165,7 +165,9 @@ def test_an_accuracy_and_its_log_probability_are_of_one_job(at):
         result = [c for c in flow.cells("bitbybit", number) if c.col == col and c.stand_in and c.recipe]
         kinds = {c.metric: (c.unit, c.params.show, c.params.percent) for c in result}
         assert kinds == {mean: ("%", "correct", True), f"{mean}{tables.LOG_PROBABILITY}": ("nats", "choice", False)}
-        for right, log in zip(*([c for c in result if c.unit == unit] for unit in ("%", "nats"))):
+        in_percent = [c for c in result if c.unit == "%"]
+        in_nats = [c for c in result if c.unit == "nats"]
+        for right, log in zip(in_percent, in_nats):
             assert right.row == log.row and log.seeds == right.seeds[:1]
             assert ids(flow, right)[0] == ids(flow, log)[0]
     own = {c.row: c for c in flow.cells("bitbybit", "likelihood")}
@@ -194,7 +196,7 @@ def test_figures_1_and_3_are_of_the_smallest_model(at):
     grid = [
         job.parsed_options() for job in flow.every_job(flow.cells("bitbybit", "1", "figure")) if job.kind == "surface"
     ]
-    assert {(given["points"], given["directions"]) for given in grid} == {(11, 0)} and len(grid) == 8
+    assert {(options["points"], options["directions"]) for options in grid} == {(11, 0)} and len(grid) == 8
 
 
 def test_without_a_choice_cells_are_there_and_not_run(monkeypatch):

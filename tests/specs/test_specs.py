@@ -81,23 +81,28 @@ def cell(cells, row, col="Wiki", metric=None):
 def test_seeds_are_jobs_of_what_is_drawn_and_of_nothing_else(write):
     write("tables/spear/table1.yaml", SHORT)
     alone = flow()
-    without = {c.row: alone.jobs(c) for c in alone.cells("spear", "1") if (c.col, c.model) == ("Wiki", ONE)}
+    without = ids_by_row(alone)
     write("tables/spear/table1.yaml", SHORT | {"seeds": [0, 1]})
     at = flow()
-    for row, jobs in {c.row: at.jobs(c) for c in at.cells("spear", "1") if (c.col, c.model) == ("Wiki", ONE)}.items():
-        ids = [[job.id for job in each.values()] for each in jobs]
+    for row, ids in ids_by_row(at).items():
         assert len(ids) == (2 if row == "GPTQ pc" else 1 if row in SHORT["rows"] else 0), row
-        assert ids[:1] == [[job.id for job in each.values()] for each in without[row]], (
-            "seed 0 is the job without seeds"
-        )
-    first, second = at.jobs(cell(at.cells("spear", "1"), "GPTQ pc"))
-    made = {
-        s: dict(each["scores"].needs)["weights"].parsed_inputs()["calibration"]["seed"]
-        for s, each in enumerate((first, second))
-    }
-    assert made == {0: 7, 1: 8}, "a seed is the next draw of calibration text"
-    texts = [{role: job.id for role, job in each["scores"].needs if role != "weights"} for each in (first, second)]
-    assert texts[0] == texts[1], "tokens are shared"
+        assert ids[:1] == without[row], "seed 0 is the job without seeds"
+    first, second = (dict(jobs["scores"].needs) for jobs in at.jobs(cell(at.cells("spear", "1"), "GPTQ pc")))
+    draws = [needs.pop("weights").parsed_inputs()["calibration"]["seed"] for needs in (first, second)]
+    assert draws == [7, 8], "a seed is the next draw of calibration text"
+    assert first.keys() == second.keys()
+    assert [job.id for job in first.values()] == [job.id for job in second.values()], "tokens are shared"
+
+
+def ids_by_row(at):
+    """The ids of the jobs of each seed, for every row of one column and model."""
+    by_row = {}
+    for c in at.cells("spear", "1"):
+        if (c.col, c.model) == ("Wiki", ONE):
+            by_row[c.row] = []
+            for jobs in at.jobs(c):
+                by_row[c.row].append([job.id for job in jobs.values()])
+    return by_row
 
 
 def test_the_interval_covers_windows_and_seeds(write, fake):  # noqa: F811
@@ -239,7 +244,8 @@ def test_printed_rows_take_from_a_choice_of_several_rows_each_what_they_name(wri
     }
 
     def recipes():
-        return [{c.row: c.recipe for c in tables.cells("spear", "1")}[row] for row in rows]
+        recipe_of = {c.row: c.recipe for c in tables.cells("spear", "1")}
+        return [recipe_of[row] for row in rows]
 
     write("tables/spear/rates.yaml", two)
     assert recipes() == ["fp16", "", ""]
@@ -259,10 +265,10 @@ def test_the_rates_of_bit_by_bit_and_its_baselines_are_the_same_multiples_of_the
     multiples = {}
     for label, row in rates.rows.items():
         method, k = label.split(", x ")
-        given = {name: value for name, value in row.items() if name != "recipe"}
-        first = official.setdefault(method, given)
-        assert given == pytest.approx({name: float(k) * value for name, value in first.items()})
-        assert set(re.findall(r"{(\w+)}", row["recipe"])) == set(given) and "tokens=131072" in row["recipe"]
+        of_row = {name: value for name, value in row.items() if name != "recipe"}
+        first = official.setdefault(method, of_row)
+        assert of_row == pytest.approx({name: float(k) * value for name, value in first.items()})
+        assert set(re.findall(r"{(\w+)}", row["recipe"])) == set(of_row) and "tokens=131072" in row["recipe"]
         multiples.setdefault(method, []).append(float(k))
     assert all({1, 10, 30, 100, 300} <= set(each) for each in multiples.values()) and len(multiples) == 16
     base = bitbybit.Config().lr
@@ -314,8 +320,8 @@ def test_seeds_share_a_pool_of_training_text_and_differ_in_what_is_drawn_from_it
 
     def drawn(**changes):
         at = flow(calibration_texts={"redpajama": pool | changes})
-        asked = cell(at.cells("spear", "1"), "RTN pc")
-        return [dict(jobs["scores"].needs)["weights"].parsed_inputs() for jobs in at.jobs(asked)]
+        of_rtn = cell(at.cells("spear", "1"), "RTN pc")
+        return [dict(jobs["scores"].needs)["weights"].parsed_inputs() for jobs in at.jobs(of_rtn)]
 
     first, other = drawn(), drawn(draw=1)
     assert [job["steps"][0][1]["seed"] for job in first] == [0, 1, 2]
@@ -351,8 +357,8 @@ def test_a_cell_names_its_calibration_text(write):
     )
     assert len({job.parsed_inputs()["calibration"]["seed"] for job in drawn.values()}) == 1
     without = flow()
-    asked = cell(without.cells("spear", "1"), "GPTQ pc")
-    assert without.jobs(asked) == [] and measure.measurement_of(without, asked).status == "not_run", (
+    of_gptq = cell(without.cells("spear", "1"), "GPTQ pc")
+    assert without.jobs(of_gptq) == [] and measure.measurement_of(without, of_gptq).status == "not_run", (
         "no other text takes its place"
     )
     same = flow(calibration_texts={"c4": "tiny-wikitext"})
@@ -367,8 +373,8 @@ def test_a_cell_names_its_calibration_text(write):
 
 def test_a_row_that_ran_with_less_effort_says_so_in_its_name():
     result = []
-    for place in [*tables.specified(), *tables.own()]:
-        result += [cell for cell in tables.cells(*place) if "effort=" in cell.recipe]
+    for table in [*tables.specified(), *tables.own()]:
+        result += [cell for cell in tables.cells(*table) if "effort=" in cell.recipe]
     assert {"memory", "choices", "seeds"} <= {cell.number for cell in result}
     for cell in result:
         efforts = {float(value) for value in re.findall(r"effort=([0-9.]+)", cell.recipe)}
@@ -407,14 +413,14 @@ def test_a_figure_of_a_table_has_its_cells_and_takes_both_axes_from_them(write, 
         m = result["gate off", col, "recovered"]
         assert (x, y, low, high) == (result["gate off", col, "share"].value, m.value, m.lo, m.hi)
     assert "- gate off, Llama-3.2-1B, bits 3, budget 0.2:" in text
-    for odd, said in (
+    for odd, message in (
         ({"metrics": ["share"]}, "a figure of a table has `table` and two `metrics`"),
         ({"series": {"a": "fp16"}}, "no series, models, measure or sweep"),
         ({"metrics": ["share", "recoverd"]}, "unknown metric of spear/gap 'recoverd'; did you mean 'recovered'"),
         ({"table": "spear/gaps"}, "unknown table 'spear/gaps'"),
     ):
         write("figures/spear/summary.yaml", drawn | odd)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             figures.cells("spear", "summary")
 
 
@@ -429,9 +435,9 @@ def test_patterns_in_labels_give_variables(write):
     cells = tables.cells("spear", "8")
     printed = papers.printed("spear", "8")
     assert [c.cell_key for c in cells] == [(c.row, c.col, c.model, c.metric) for c in printed], "nothing is dropped"
-    asked = {c.col: c.recipe for c in cells if c.row == "RTN" and c.model == ONE and c.recipe}
-    assert asked["4-bit pc K%/r"] == asked["4-bit pc BPW"] == "rtn-w4-pc + spear"
-    assert asked["3-bit g128 BPW"] == "rtn-w3-g128 + spear"
+    recipes = {c.col: c.recipe for c in cells if c.row == "RTN" and c.model == ONE and c.recipe}
+    assert recipes["4-bit pc K%/r"] == recipes["4-bit pc BPW"] == "rtn-w4-pc + spear"
+    assert recipes["3-bit g128 BPW"] == "rtn-w3-g128 + spear"
     several = [c for c in cells if (c.row, c.col, c.model) == ("RTN", "4-bit pc K%/r", ONE)]
     assert [(c.metric, c.measure, c.params.show) for c in several] == [
         ("k_percent", "placement", "share"), ("rank", "placement", "rank"),
@@ -596,7 +602,8 @@ def test_accuracy_tables_have_a_recipe_in_every_printed_cell(number):
 
 def test_a_row_may_name_what_the_column_or_the_model_gives(write):
     rows = {"FP16": "fp16", "RTN pc": {"recipe": "rtn-w{bits}-pc + lqer(rank={rank})"}}
-    ranks = {model: {"rank": 2 if model == ONE else 1} for model in {c.model for c in papers.printed("spear", "1")}}
+    printed_models = {c.model for c in papers.printed("spear", "1")}
+    ranks = {model: {"rank": 2 if model == ONE else 1} for model in printed_models}
     spec = {"title": "t", "rows": rows, "columns": {"Wiki": {"bits": 3}}, "of_models": ranks}
     write("tables/spear/table1.yaml", spec)
     assert cell(tables.cells("spear", "1"), "RTN pc").recipe == "rtn-w3-pc + lqer-r2"

@@ -67,7 +67,7 @@ def verdicts(flow, name):
 
 def test_our_times_stand_under_the_printed_ones(accepted, tmp_path):
     result = of(accepted, "bitbybit/table7")
-    printed = {place: m for place, m in result.items() if m.printed}
+    printed = {key: m for key, m in result.items() if m.printed}
     assert (
         len(printed) == 24
         and {m.status for m in result.values()} == {"ok"}
@@ -119,12 +119,12 @@ def test_the_layers_of_the_figure_and_of_the_specs_are_those_that_are_timed(acce
     bf16 = {p[0]: p[1] for p in points["bf16"]}
     assert bf16["4096x15776"] == pytest.approx(41.6) and bf16["4096x14336"] == 40.0
     wide = {
-        row: (given["wide"].split("x")[1], given["layer"])
-        for row, given in tables.table("kernels", "two-bit").rows.items()
+        row: (variables["wide"].split("x")[1], variables["layer"])
+        for row, variables in tables.table("kernels", "two-bit").rows.items()
     }
     assert all(int(k) == two_bit.wider(int(layer.split("x")[1])) for k, layer in wide.values())
-    for row, given in tables.table("bitbybit", "kernels").rows.items():
-        assert (given["n"], given["wide"]) == (int(row.split(" x ")[0]), two_bit.wider(given["k"]))
+    for row, variables in tables.table("bitbybit", "kernels").rows.items():
+        assert (variables["n"], variables["wide"]) == (int(row.split(" x ")[0]), two_bit.wider(variables["k"]))
 
 
 def test_a_mean_of_several_numbers_and_of_the_layers_of_one():

@@ -104,8 +104,8 @@ def windows(*arrays, group="text", axis="windows", compares=None):
     return Quantity([{"nll": Series(np.asarray(a), axis, group)} for a in arrays], lambda m: m["nll"], compares)
 
 
-def ends(found):
-    return found.value, found.lo, found.hi
+def ends(result):
+    return result.value, result.lo, result.hi
 
 
 def test_one_group_is_paired_and_two_are_not():

@@ -277,17 +277,23 @@ def test_covers_a_rank_correlation_that_noise_lowers(random):
     """Of 40 layers under two recipes, each with 64 sequences, whose noise lowers the correlation by 0.05."""
     layers = 40
 
+    def ranks_of(means, role):
+        return np.stack([means[f"{role}{i}"] for i in range(layers)]).argsort(0).argsort(0)
+
+    def by_layer(of_roles):
+        names = [f"{role}{i}" for role, i in product("ab", range(layers))]
+        return dict(zip(names, of_roles.reshape(2 * layers, *of_roles.shape[2:]), strict=True))
+
     def rho(means):
-        one, other = (np.stack([means[f"{role}{i}"] for i in range(layers)]).argsort(0).argsort(0) for role in "ab")
+        one, other = ranks_of(means, "a"), ranks_of(means, "b")
         return 1 - 6 * ((one - other) ** 2).sum(0) / (layers**3 - layers)
 
     result, truths = [], []
     for _ in range(100):
         true = random.normal(size=layers) + 0.4 * random.normal(size=(2, layers))
         values = true[:, :, None] + 2 * random.normal(size=(2, layers, 64))
-        arrays = {f"{role}{i}": row for role, rows in zip("ab", values) for i, row in enumerate(rows)}
-        result.append(interval(arrays, rho, axis="sequences"))
-        truths.append(rho({f"{role}{i}": x for role, rows in zip("ab", true) for i, x in enumerate(rows)}))
+        result.append(interval(by_layer(values), rho, axis="sequences"))
+        truths.append(rho(by_layer(true)))
     assert np.mean([one.value for one in result]) < np.mean(truths) - 0.03
     assert coverage_of(result, truths) >= 0.92
     assert coverage_of([replace(one, hi=one.value) for one in result], truths) < 0.5, "the reflected end is needed"
@@ -345,7 +351,7 @@ def test_equal_inputs_give_equal_bytes(random):
 def test_a_group_does_not_depend_on_other_groups(random):
     arrays = {"a": random.normal(size=130), "b": random.normal(size=140)}
     groups = {"a": "wikitext2", "b": "c4"}
-    alone, beside = (interval(given, lambda m: np.exp(m["a"]), groups) for given in ({"a": arrays["a"]}, arrays))
+    alone, beside = (interval(values, lambda m: np.exp(m["a"]), groups) for values in ({"a": arrays["a"]}, arrays))
     assert repr((alone.value, alone.lo, alone.hi, alone.df)) == repr((beside.value, beside.lo, beside.hi, beside.df))
 
 

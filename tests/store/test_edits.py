@@ -60,10 +60,10 @@ def lines_of(house) -> tuple:
     return path, list(csv.reader(read_text(path).splitlines()))
 
 
-def at(lines, place) -> list[str]:
+def at(lines, key) -> list[str]:
     """The line of a row, column and model."""
     start = COLUMNS.index("row")
-    return next(line for line in lines if tuple(line[start : start + 3]) == place)
+    return next(line for line in lines if tuple(line[start : start + 3]) == key)
 
 
 def refused(house, path, lines) -> str:
@@ -73,17 +73,18 @@ def refused(house, path, lines) -> str:
     return refusal(accepted.every)
 
 
-@pytest.mark.parametrize("place", [ROW, SEVERAL, REFUSED], ids=["one seed", "two seeds", "refused"])
-def test_an_edit_of_any_field_is_named_by_row_and_field(stored, place):
+@pytest.mark.parametrize("of_row", [ROW, SEVERAL, REFUSED], ids=["one seed", "two seeds", "refused"])
+def test_an_edit_of_any_field_is_named_by_row_and_field(stored, of_row):
     path, lines = lines_of(stored)
     for i, name in enumerate(COLUMNS):
         edited = [list(line) for line in lines]
-        line = at(edited, place)
+        line = at(edited, of_row)
         line[i] = OTHER.get(name, "edited") if line[i] != OTHER.get(name) else "edited"
-        said = refused(stored, path, edited)
-        assert str(path) in said and ("digest" in said if name == "digest" else f"{name} is {line[i]!r}" in said), said
+        message = refused(stored, path, edited)
+        assert str(path) in message, message
+        assert ("digest" if name == "digest" else f"{name} is {line[i]!r}") in message, message
         seen = [line[COLUMNS.index(key)] for key in ("row", "col", "model")]
-        assert " / ".join(seen) in said, said
+        assert " / ".join(seen) in message, message
 
 
 @pytest.mark.parametrize(
@@ -107,9 +108,9 @@ def test_rows_whose_fields_were_exchanged_are_noticed(stored, names):
         one[COLUMNS.index("commit")] = "abcdef0123"
     for i in map(COLUMNS.index, names):
         one[i], other[i] = other[i], one[i]
-    said = refused(stored, path, edited)
-    assert "GPTQ g128" in said or "RTN pc" in said
-    assert names == ("digest",) or any(f"{name} is " in said for name in names)
+    message = refused(stored, path, edited)
+    assert "GPTQ g128" in message or "RTN pc" in message
+    assert names == ("digest",) or any(f"{name} is " in message for name in names)
 
 
 def test_a_value_whose_observations_were_cleared_is_no_traceback(stored):
@@ -118,8 +119,8 @@ def test_a_value_whose_observations_were_cleared_is_no_traceback(stored):
         edited = [list(line) for line in lines]
         line = at(edited, ROW)
         line[COLUMNS.index("observations")], line[COLUMNS.index("value")] = "", value
-        said = refused(stored, path, edited)
-        assert "observations is ''" in said and f"value is {value!r}" in said
+        message = refused(stored, path, edited)
+        assert "observations is ''" in message and f"value is {value!r}" in message
 
 
 def test_a_row_that_is_gone_twice_or_new_is_noticed(stored):
@@ -131,8 +132,8 @@ def test_a_row_that_is_gone_twice_or_new_is_noticed(stored):
         (lines[:1], "other rows than were accepted"),
         ([*lines, gone], "is given twice"),
     ):
-        said = refused(stored, path, edited)
-        assert what in said and str(path) in said
+        message = refused(stored, path, edited)
+        assert what in message and str(path) in message
     path.unlink()
     accepted.forget()
     assert str(path) in refusal(accepted.every) and str(path) in refusal(stored.stored_row)
@@ -145,8 +146,8 @@ def test_what_rows_a_file_has_is_listed(stored):
     for text in (whole.replace(path.name, "spear-table2.csv.xz"), "{}", "[", json.dumps({path.name: "0"})):
         listed.write_text(text)
         accepted.forget()
-        said = refusal(accepted.every)
-        assert str(listed) in said or "spear-table2.csv.xz" in said
+        message = refusal(accepted.every)
+        assert str(listed) in message or "spear-table2.csv.xz" in message
     listed.unlink()
     accepted.forget()
     assert str(listed) in refusal(accepted.every)
@@ -160,8 +161,8 @@ def test_a_folder_under_another_devices_name_is_noticed(stored):
     edited = [list(line) for line in lines]
     for line in edited[1:]:
         line[COLUMNS.index("device")] = "NVIDIA H200"
-    said = refused(stored, moved, edited)
-    assert "device is 'NVIDIA H200'" in said
+    message = refused(stored, moved, edited)
+    assert "device is 'NVIDIA H200'" in message
 
 
 def test_declared_inputs_are_those_of_their_hash(stored):
@@ -169,8 +170,8 @@ def test_declared_inputs_are_those_of_their_hash(stored):
     facts = path.with_name(accepted.INPUTS)
     write_text(facts, read_text(facts).replace('"act_order":false', '"act_order":true', 1))
     accepted.forget()
-    said = refusal(lambda: [accepted.inputs_of(row) for row in accepted.every()])
-    assert str(facts) in said and "does not match its hash" in said
+    message = refusal(lambda: [accepted.inputs_of(row) for row in accepted.every()])
+    assert str(facts) in message and "does not match its hash" in message
 
 
 def test_a_row_that_was_signed_anew_still_has_to_be_what_its_observations_give(stored):
@@ -194,9 +195,9 @@ def test_rewrite_changes_and_removes_rows_and_signs_the_others_anew(stored, monk
         kept = old.row.row != "FP16"
         return replace(old, row=replace(old.row, scale="other")) if kept else None
 
-    (found,) = accepted.rewrite(renamed).values()
+    (rewritten,) = accepted.rewrite(renamed).values()
     after = {row.key: row for row in accepted.every()}
-    assert found == len(after) == sum(row.row != "FP16" for row in before.values())
+    assert rewritten == len(after) == sum(row.row != "FP16" for row in before.values())
     for key, row in after.items():
         was = before[*key[:-1], "tiny"]
         assert row == replace(was, scale="other")
@@ -211,24 +212,26 @@ def test_rewrite_changes_and_removes_rows_and_signs_the_others_anew(stored, monk
 
 
 def test_rewrite_makes_no_two_rows_one(stored):
-    said = refusal(accepted.rewrite, lambda old: replace(old, row=replace(old.row, row="one")))
-    assert "would be stored twice" in said and len(accepted.every()) == len({row.key for row in accepted.every()}) > 5
+    message = refusal(accepted.rewrite, lambda old: replace(old, row=replace(old.row, row="one")))
+    assert "would be stored twice" in message
+    rows = accepted.every()
+    assert len(rows) == len({row.key for row in rows}) > 5
 
 
 def test_what_a_killed_build_left_is_no_input(stored, tmp_path):
     job = stored.job("GPTQ g128")
     (role, need) = next((role, need) for role, need in job.needs if (need.folder / "data.safetensors").is_file())
-    found = {role: need.folder}
-    right = observations.origin(job, {}, found)["artifacts"]
+    needs = {role: need.folder}
+    right = observations.origin(job, {}, needs)["artifacts"]
     left = need.folder / ".data.safetensors.abc.tmp.safetensors"
     shutil.copy(need.folder / "data.safetensors", left)
-    assert observations.origin(job, {}, found)["artifacts"] == right
+    assert observations.origin(job, {}, needs)["artifacts"] == right
     assert left not in observations.stored(need.folder) and len(observations.stored(need.folder)) == 1
-    held = observations.load(need.folder / FILE)
+    built = observations.load(need.folder / FILE)
     observations.save(
-        need.folder / FILE, held.series, {k: v for k, v in held.meta.items() if k not in ("checksum", "made")}
+        need.folder / FILE, built.series, {k: v for k, v in built.meta.items() if k not in ("checksum", "made")}
     )
-    assert runner.origin(need)["made"] == held.meta["made"]
+    assert runner.origin(need)["made"] == built.meta["made"]
     rows, _ = lines_of(stored)
     with atomic(rows) as leftover:
         shutil.copy(rows, leftover)

@@ -22,14 +22,13 @@ def test_what_was_folded_comes_back(facts):
 
 def test_a_repeated_value_is_written_once_also_inside_another():
     outer = {"steps": [LONG, LONG], "seed": 0}
-    found = folded.fold({"a": outer, "b": outer, "c": [LONG], "d": "short"})
-    assert json.dumps(found).count("xxxx" * (folded.LONG // 4)) == 1
-    assert (
-        len([key for key in found if key.startswith("#")]) == 2 and found["a"] == found["b"] and found["d"] == "short"
-    )
+    folded_facts = folded.fold({"a": outer, "b": outer, "c": [LONG], "d": "short"})
+    assert json.dumps(folded_facts).count("xxxx" * (folded.LONG // 4)) == 1
+    assert len([key for key in folded_facts if key.startswith("#")]) == 2
+    assert folded_facts["a"] == folded_facts["b"] and folded_facts["d"] == "short"
 
 
 def test_what_is_said_once_is_spelled_out_once():
-    said = {"steps": [{"bits": 4, "group": 128, "clip": [0.25, 0.5, 0.75, 1.0]}]}
-    found = folded.unfold(folded.fold({"a": {"recipe": said, "seed": 0}, "b": {"recipe": said, "seed": 1}}))
-    assert found["a"]["recipe"] is found["b"]["recipe"] and found["a"] == {"recipe": said, "seed": 0}
+    recipe = {"steps": [{"bits": 4, "group": 128, "clip": [0.25, 0.5, 0.75, 1.0]}]}
+    unfolded = folded.unfold(folded.fold({"a": {"recipe": recipe, "seed": 0}, "b": {"recipe": recipe, "seed": 1}}))
+    assert unfolded["a"]["recipe"] is unfolded["b"]["recipe"] and unfolded["a"] == {"recipe": recipe, "seed": 0}

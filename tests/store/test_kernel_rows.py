@@ -159,7 +159,11 @@ def shared(row):
 
 def faster(rows, factor):
     times = ("us", "p20", "p80", "floor_us")
-    return [dataclasses.replace(row, **{n: getattr(row, n) / factor for n in times if getattr(row, n)}) for row in rows]
+    changed = []
+    for row in rows:
+        measured = [name for name in times if getattr(row, name)]
+        changed.append(dataclasses.replace(row, **{name: getattr(row, name) / factor for name in measured}))
+    return changed
 
 
 @pytest.mark.parametrize("origin", [ORIGIN, H100, OTHER], ids=["H200", "H100", "unlisted"])
@@ -265,9 +269,10 @@ def test_an_edit_of_any_field_of_an_accepted_time_is_named_by_row_and_field(stor
         edited = [list(line) for line in lines]
         number = name in stored_row.numbers(KernelRow)
         edited[1][i] = "2" if number else "unsupported" if name == "status" else "edited"
-        said = refused(path, edited)
-        assert str(path) in said and ("digest" in said if name == "digest" else f"{name} is {edited[1][i]!r}" in said)
-        assert name in ("kernel", "provider") or "wna16_gemv (w4-g128, " in said, said
+        message = refused(path, edited)
+        assert str(path) in message
+        assert ("digest" if name == "digest" else f"{name} is {edited[1][i]!r}") in message
+        assert name in ("kernel", "provider") or "wna16_gemv (w4-g128, " in message, message
 
 
 def test_accepted_times_that_were_exchanged_removed_or_moved_are_noticed(stored):
@@ -317,9 +322,9 @@ def test_a_kernel_of_ours_that_is_wrong_or_failed_is_refused(tmp_path, capsys, m
     monkeypatch.setattr(accepted, "RESULTS", tmp_path / "results")
     path = written(tmp_path / "a.csv", good(M=8), good(status=status, us=None, note="off by 3"))
     assert main(["accept", str(path)]) == 2
-    said = "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold: "
-    said += f"{what} (off by 3); fix it, measure it again with --resume, or leave it out with --only"
-    assert said in capsys.readouterr().err and not (tmp_path / "results").exists()
+    message = "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold: "
+    message += f"{what} (off by 3); fix it, measure it again with --resume, or leave it out with --only"
+    assert message in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("status", ["wrong", "failed"])

@@ -87,8 +87,8 @@ def test_a_commit_that_is_given_hides_no_difference(tree, monkeypatch):
     git(root, "init", "-q")
     git(root, "add", ".")
     git(root, "commit", "-qm", "one")
-    for given, clean, edited in [("0123456789",) * 2 + ("0123456789+",), ("0123456789+",) * 3]:
-        monkeypatch.setenv("REPRO_COMMIT", given)
+    for named, clean, edited in [("0123456789",) * 2 + ("0123456789+",), ("0123456789+",) * 3]:
+        monkeypatch.setenv("REPRO_COMMIT", named)
         for text, wanted in {"x = 1\n": clean, "x = 2\n": edited}.items():
             (root / "a.py").write_text(text)
             provenance.commit.cache_clear()

@@ -216,7 +216,7 @@ def test_what_a_result_that_is_none_waits_for(at, flow):
 def test_blanks_and_dashes_are_not_due(at, flow, monkeypatch, value):
     cells = flow.cells
     blank = lambda paper, number, kind="table": [replace(c, printed=value) for c in cells(paper, number, kind)[:3]]  # noqa: E731
-    monkeypatch.setattr(flow, "cells", lambda *place: blank(*place) + cells(*place)[3:])
+    monkeypatch.setattr(flow, "cells", lambda *table: blank(*table) + cells(*table)[3:])
     assert line(at()).printed == 21
 
 
