@@ -89,42 +89,45 @@ SCALE = {
 }
 
 
-def copy_checkout(place: Path, spec: str | None = SPEC) -> Path:
-    """The sources of this checkout at `place`: no weights, nothing built; `spec` becomes the one of SPEAR's Table 1."""
+def copy_checkout(checkout: Path, spec: str | None = SPEC) -> Path:
+    """The sources of this checkout in a new folder; `spec` becomes the one of SPEAR's Table 1.
+
+    Weights and what is built are left out.
+    """
     ignored = shutil.ignore_patterns(*LEFT_OUT)
 
     def left_out(folder: str, names: list[str]) -> set[str]:
         built = any(Path(folder).is_relative_to(ROOT / top) for top in ("tables", "figures"))
         return ignored(folder, names) | ({n for n in names if n.endswith((*BUILT, *DRAWN))} if built else set())
 
-    shutil.copytree(ROOT, place, symlinks=True, ignore=left_out)
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=left_out)
     if spec is not None:
-        for path in [*(place / "tables").glob("*/*.yaml"), *(place / "figures").glob("*/*.yaml")]:
+        for path in [*(checkout / "tables").glob("*/*.yaml"), *(checkout / "figures").glob("*/*.yaml")]:
             path.unlink()
-        (place / "tables" / "spear" / "table1.yaml").write_text(spec)
-        (place / "figures" / "spear" / "figure13.yaml").write_text(FIGURE)
-        (place / "tables" / "table1.yaml").write_text(HEADLINE)
-    short_texts.add_to(place)
-    (place / "config" / "tiny.yaml").write_text(json.dumps(SCALE))  # JSON is YAML
-    shutil.rmtree(place / "results", ignore_errors=True)
-    python = place / ".venv" / "bin" / "python"
+        (checkout / "tables" / "spear" / "table1.yaml").write_text(spec)
+        (checkout / "figures" / "spear" / "figure13.yaml").write_text(FIGURE)
+        (checkout / "tables" / "table1.yaml").write_text(HEADLINE)
+    short_texts.add_to(checkout)
+    (checkout / "config" / "tiny.yaml").write_text(json.dumps(SCALE))  # JSON is YAML
+    shutil.rmtree(checkout / "results", ignore_errors=True)
+    python = checkout / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
-    (place / ".venv" / "ready").touch()
-    return place
+    (checkout / ".venv" / "ready").touch()
+    return checkout
 
 
-def save_tokenizer(place: Path) -> None:
+def save_tokenizer(path: Path) -> None:
     """A tokenizer of the 256 bytes and one BOS, as a local Hugging Face folder has it."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(["<s>", *letters])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>").save_pretrained(place)
+    PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>").save_pretrained(path)
 
 
-def save_model(place: Path, shards: bool = False) -> Path:
+def save_model(path: Path, shards: bool = False) -> Path:
     """A random Llama that groups of 128 divide, always the same, with its tokenizer, as a local folder."""
     shape = {"vocab_size": 257, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
@@ -132,15 +135,15 @@ def save_model(place: Path, shards: bool = False) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(place, max_shard_size="300KB" if shards else "1GB")
-    save_tokenizer(place)
-    return place
+    model.save_pretrained(path, max_shard_size="300KB" if shards else "1GB")
+    save_tokenizer(path)
+    return path
 
 
-def folder(place: Path) -> Path:
+def folder(path: Path) -> Path:
     """A working folder that has the tiny model."""
-    save_model(place / MODEL)
-    return place
+    save_model(path / MODEL)
+    return path
 
 
 def environment(source: Path) -> dict[str, str]:
@@ -192,9 +195,9 @@ def snakemake(source: Path, *words: object) -> list[object]:
     return [sys.executable, "-m", "snakemake", "-s", source / "Snakefile", "--cores", 2, *words]
 
 
-def dry_run(place: Path, source: Path, *words: object) -> set[str]:
-    """What `snakemake -n` in `place` would run: each job as its rule and its first output."""
-    done = quick(snakemake(source, "-n", *words), place, source)
+def dry_run(path: Path, source: Path, *words: object) -> set[str]:
+    """What `snakemake -n` in `path` would run: each job as its rule and its first output."""
+    done = quick(snakemake(source, "-n", *words), path, source)
     assert done.code == 0, done.text
     return jobs(done.text)
 
@@ -209,39 +212,39 @@ def jobs(dry_run: str) -> set[str]:
     return result
 
 
-def listing(*places: Path) -> dict[str, str]:
+def listing(*folders: Path) -> dict[str, str]:
     """Every file under the folders with the hash of its content, and every folder."""
     result = {}
-    for place in places:
-        for path in sorted([place, *place.rglob("*")]):
+    for where in folders:
+        for path in sorted([where, *where.rglob("*")]):
             result[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
     return result
 
 
-def outputs(place: Path) -> dict[str, bytes]:
-    """Every built file of tables and figures under `place`, by its path."""
+def outputs(where: Path) -> dict[str, bytes]:
+    """Every built file of tables and figures under `where`, by its path."""
     result = []
     for top, kinds in (("tables", BUILT), ("figures", DRAWN)):
-        result += [path for path in sorted((place / top).rglob("*")) if path.suffix in kinds]
-    return {str(p.relative_to(place)): p.read_bytes() for p in result}
+        result += [path for path in sorted((where / top).rglob("*")) if path.suffix in kinds]
+    return {str(p.relative_to(where)): p.read_bytes() for p in result}
 
 
-def observed(place: Path) -> dict[str, tuple[str, str]]:
-    """Per job folder under `place` the digest of its observations and the hash of its data file, if it has one."""
+def observed(where: Path) -> dict[str, tuple[str, str]]:
+    """Per job folder under `where` the digest of its observations and the hash of its data file, if it has one."""
     result = {}
-    for path in sorted((place / "build").rglob("observations.parquet")):
+    for path in sorted((where / "build").rglob("observations.parquet")):
         data = path.with_name("data.safetensors")
         known = hashlib.sha256(data.read_bytes()).hexdigest() if data.is_file() else ""
         digest = observations.load(path).digest if path.stat().st_size else ""
-        result[str(path.parent.relative_to(place))] = (digest, known)
+        result[str(path.parent.relative_to(where))] = (digest, known)
     return result
 
 
-def processes(place: Path) -> list[int]:
-    """Processes that work in `place`."""
+def processes(path: Path) -> list[int]:
+    """Processes that work in `path`."""
     result = []
     for process in psutil.process_iter(["pid", "cwd", "status"]):
-        if process.info["cwd"] == str(place.resolve()) and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if process.info["cwd"] == str(path.resolve()) and process.info["status"] != psutil.STATUS_ZOMBIE:
             result.append(process.info["pid"])
     return result
 
@@ -287,10 +290,10 @@ def start_held(words: Sequence[object], cwd: Path, source: Path, log: Path, kind
 
     So the build is at work, at a known point, and cannot end by itself.
     """
-    place = Path(tempfile.mkdtemp(dir=cwd.parent))
-    (place / "sitecustomize.py").write_text(HOLD)
-    announced = place / "announced"
-    path = os.pathsep.join([str(place), str(source)])
+    hold_folder = Path(tempfile.mkdtemp(dir=cwd.parent))
+    (hold_folder / "sitecustomize.py").write_text(HOLD)
+    announced = hold_folder / "announced"
+    path = os.pathsep.join([str(hold_folder), str(source)])
     process = start(words, cwd, source, log, PYTHONPATH=path, HOLD_KIND=kind, HOLD_FILE=str(announced))
     while not announced.is_file():
         assert process.poll() is None, log.read_text()
@@ -340,13 +343,13 @@ def built(tmp_path_factory):
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = top / "built.pickle"
         if not made.is_file():
-            place, twin = folder(copy_checkout(top / "built" / HARD)), top / "twin" / HARD
-            shutil.copytree(place, twin, symlinks=True)
+            checkout, twin = folder(copy_checkout(top / "built" / HARD)), top / "twin" / HARD
+            shutil.copytree(checkout, twin, symlinks=True)
             began = time.monotonic()
-            done = quick(repro("run", "spear/table1", "spear/figure13", "--side-by-side", 2), place, place)
+            done = quick(repro("run", "spear/table1", "spear/figure13", "--side-by-side", 2), checkout, checkout)
             assert done.code == 0, done.text
-            done = quick(snakemake(place, TARGET, PLOT), place, place)
+            done = quick(snakemake(checkout, TARGET, PLOT), checkout, checkout)
             assert done.code == 0, done.text
-            result = Built(place, twin, done, outputs(place), observed(place), time.monotonic() - began)
+            result = Built(checkout, twin, done, outputs(checkout), observed(checkout), time.monotonic() - began)
             made.write_bytes(pickle.dumps(result))
         return pickle.loads(made.read_bytes())

@@ -47,11 +47,11 @@ def nll(text: str, job: Job) -> np.ndarray:
     return shared + shift(recipe(job)) + (own + 0.02 * seed if recipe(job) else 0)
 
 
-def score(job: Job, found, folder, origin) -> None:
+def score(job: Job, needs, folder, origin) -> None:
     """A job of perplexity."""
-    series, given = {}, job.parsed_options()
-    for text in given["texts"]:
-        group = f"{given['label']} on {text}-x"
+    series, options = {}, job.parsed_options()
+    for text in options["texts"]:
+        group = f"{options['label']} on {text}-x"
         series[f"{text}/nll"] = Series(nll(text, job), "windows", group)
         if recipe(job):
             kl = shift(recipe(job)) / 2 + 0.01 * np.arange(4)
@@ -68,15 +68,15 @@ def answers(share: float, n: int = 40) -> np.ndarray:
 def items(correct: dict[str, dict[str, np.ndarray]]):
     """A zero-shot job's `run`: items by recipe and task, by default those of CORRECT."""
 
-    def run(job: Job, found, folder, origin) -> None:
-        given = {task: answers(share) for task, share in CORRECT.items()} | correct.get(recipe(job), {})
-        series = {f"{t}/correct": Series(given[t], "items", f"lm-eval 0: {t}") for t in job.parsed_options()["tasks"]}
+    def run(job: Job, needs, folder, origin) -> None:
+        right = {task: answers(share) for task, share in CORRECT.items()} | correct.get(recipe(job), {})
+        series = {f"{t}/correct": Series(right[t], "items", f"lm-eval 0: {t}") for t in job.parsed_options()["tasks"]}
         observations.save(folder / observations.FILE, series, origin)
 
     return run
 
 
-def store(job: Job, found, folder, origin) -> None:
+def store(job: Job, needs, folder, origin) -> None:
     """A job that compresses, tokenizes, or makes requests."""
     (folder / "data.safetensors").write_bytes(b"nothing")
     bits = {

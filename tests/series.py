@@ -10,8 +10,11 @@ def interval(arrays, expression, groups=None, axis="windows", paired=None, known
     """The interval of an expression of means; arrays of one group are paired, those not named are one group."""
     rows = {name: np.atleast_2d(values) for name, values in arrays.items()}
     count = max(map(len, rows.values()), default=0)
-    seeds = [
-        {name: Series(v[min(i, len(v) - 1)], axis, (groups or {}).get(name, "")) for name, v in rows.items()}
-        for i in range(count)
-    ]
+    seeds = []
+    for seed in range(count):
+        of_seed = {}
+        for name, values in rows.items():
+            last = len(values) - 1
+            of_seed[name] = Series(values[min(seed, last)], axis, (groups or {}).get(name, ""))
+        seeds.append(of_seed)
     return statistics.interval(seeds, expression, paired, known)

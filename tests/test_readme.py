@@ -38,10 +38,15 @@ def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
+def cells_of(line):
+    """The cells of a table's row in Markdown."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def row_of(name, start):
     """The cells of the first line of a page that begins so."""
     line = next(line for line in page(name).splitlines() if line.startswith(start))
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    return cells_of(line)
 
 
 def of_recovery():
@@ -156,7 +161,7 @@ def of_subspec():
     lines = page("subspec/table1").splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("| *Qwen2.5-7B-Instruct; here: pocket-10m"))
     at += next(i for i, line in enumerate(lines[at:]) if line.startswith("| SubSpec [T=0, 8GB] |"))
-    paper, here = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[at : at + 2])
+    paper, here = (cells_of(line) for line in lines[at : at + 2])
     head = row_of("subspec/table1", "|  | MT-Bench")
     assert here[0] == "*here*"
     further = less = 0
@@ -177,7 +182,9 @@ def of_subspec():
 
 
 def of_accuracies():
-    status = [row["status"] for number in range(19, 25) for row in accepted(f"table{number}")]
+    status = []
+    for number in range(19, 25):
+        status += [row["status"] for row in accepted(f"table{number}")]
     yield f"Of the accuracies {status.count('at_chance')} of {len(status)} are at chance"
 
 

@@ -37,7 +37,7 @@ SPEC = tables.Spec(
 
 def scale(model: Path, **changes) -> scales.Scale:
     """The tiny scale with a model of one's own."""
-    given = {
+    settings = {
         "name": "tiny",
         "about": "a random Llama on short texts",
         "models": {MODEL: str(model)},
@@ -45,7 +45,7 @@ def scale(model: Path, **changes) -> scales.Scale:
         "calibration": {"corpus": "tiny-held-out", "sequences": 4, "length": 64},
         "perplexity": {"length": 32, "windows": 100, "kl_windows": 8},
     }
-    return scales._build(given | changes, "the tiny scale")
+    return scales._build(settings | changes, "the tiny scale")
 
 
 @dataclass
@@ -100,8 +100,8 @@ class House:
         return {str(path.relative_to(self.results)): path.read_bytes() for path in result}
 
 
-def patch(patcher: pytest.MonkeyPatch, place: Path, at: scales.Scale) -> House:
-    """Make the tiny scale and spec those of this process, with `place` as its working folder."""
+def patch(patcher: pytest.MonkeyPatch, folder: Path, at: scales.Scale) -> House:
+    """Make the tiny scale and spec those of this process, with `folder` as its working folder."""
     table, load, names = tables.table, scales.load, scale_files.names
 
     def loaded(config=None, name=None, path=None):
@@ -116,24 +116,24 @@ def patch(patcher: pytest.MonkeyPatch, place: Path, at: scales.Scale) -> House:
     patcher.setenv("REPRO_COMMIT", COMMIT)
     patcher.setattr(provenance, "_git", lambda *words: None)  # a tree without its history, whatever is edited here
     patcher.setattr(provenance, "has_commit", lambda commit: commit != UNKNOWN)
-    patcher.setattr(accepted, "RESULTS", place / "results")
-    patcher.chdir(place)
+    patcher.setattr(accepted, "RESULTS", folder / "results")
+    patcher.chdir(folder)
     provenance.commit.cache_clear()
     accepted.forget()
-    return House(place, at)
+    return House(folder, at)
 
 
 @pytest.fixture(scope="session")
 def tiny_jobs(tmp_path_factory) -> Path:
     """A folder with the tiny model and every job of the tiny table."""
-    place = tmp_path_factory.mktemp("tiny")
-    dag.save_model(place / "tiny-llama")
+    folder = tmp_path_factory.mktemp("tiny")
+    dag.save_model(folder / "tiny-llama")
     with pytest.MonkeyPatch.context() as patcher:
-        flow = patch(patcher, place, scale(place / "tiny-llama")).flow
+        flow = patch(patcher, folder, scale(folder / "tiny-llama")).flow
         for job in distinct(flow.every_job(flow.cells("spear", "1"))):
             runner.run(job)
     provenance.commit.cache_clear()
-    return place
+    return folder
 
 
 @pytest.fixture
@@ -158,6 +158,6 @@ def rewrite(path: Path, **meta: str) -> None:
     """Write a file of observations anew with other metadata and a checksum that fits."""
     from repro.store import observations
 
-    held = observations.load(path)
-    facts = {key: value for key, value in (held.meta | meta).items() if key not in ("checksum", "made")}
-    observations.save(path, held.series, facts)
+    stored = observations.load(path)
+    facts = {key: value for key, value in (stored.meta | meta).items() if key not in ("checksum", "made")}
+    observations.save(path, stored.series, facts)

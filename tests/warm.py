@@ -50,9 +50,9 @@ def run(words: Sequence[str], cwd: Path, env: Mapping[str, str], output: Path, t
         with open(output / "out", "wb") as out, open(output / "err", "wb") as err:
             words = [sys.executable, *words]
             return subprocess.run(words, cwd=cwd, env=dict(env), stdout=out, stderr=err, timeout=timeout).returncode
-    asked = {"words": list(words), "cwd": str(cwd), "env": dict(env), "output": str(output), "timeout": timeout}
+    request = {"words": list(words), "cwd": str(cwd), "env": dict(env), "output": str(output), "timeout": timeout}
     server = _server()
-    server.stdin.write(json.dumps(asked).encode() + b"\n")
+    server.stdin.write(json.dumps(request).encode() + b"\n")
     server.stdin.flush()
     code = json.loads(server.stdout.readline())
     if code is None:
@@ -71,13 +71,13 @@ def serve() -> None:
     libraries = frozenset(sys.modules)
     gc.freeze()  # collections of a fork would copy the pages of all that was imported
     for line in asking:
-        asked = json.loads(line)
+        request = json.loads(line)
         if (pid := os.fork()) == 0:
             asking.close()
             os.close(telling.fileno())
             _fork_what_is_started(base, libraries)
-            os._exit(_fork(base, **asked))
-        done = select.select([watched := os.pidfd_open(pid)], [], [], asked["timeout"])[0]
+            os._exit(_fork(base, **request))
+        done = select.select([watched := os.pidfd_open(pid)], [], [], request["timeout"])[0]
         os.close(watched)
         if not done:
             os.kill(pid, signal.SIGKILL)

@@ -65,11 +65,11 @@ AT_ONCE = {
 
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_it_starts_at_once(tmp_path, name):
-    words, code, said = AT_ONCE[name]
+    words, code, message = AT_ONCE[name]
     (tmp_path / "tables" / "spear").mkdir(parents=True)
     (tmp_path / "tables" / "spear" / "table1.md").write_text(TABLE)
     result, slow, done = loaded(tmp_path, *words)
-    assert result == code and said in done.text and slow == set()
+    assert result == code and message in done.text and slow == set()
 
 
 def test_what_takes_time_would_be_seen(tmp_path):

@@ -40,8 +40,8 @@ CONFIG = ["--config", "perplexity={length: 64, windows: 2, kl_windows: 0}"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A tiny model of each layout as a user has it."""
-    place = tmp_path_factory.mktemp("models")
-    return {layout: Path(engines.save(layout, place / layout)) for layout in engines.LAYOUTS}
+    folder = tmp_path_factory.mktemp("models")
+    return {layout: Path(engines.save(layout, folder / layout)) for layout in engines.LAYOUTS}
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def sentence(capfd, *named) -> None:
 def test_what_the_engine_cannot_run_is_said_before_it_is_compressed(here, recipe_text, changes, why):
     model = engines.save("llama", here / "model", **changes)
     target = Target(scale.load(name="pocket"), model, recipe.parse(recipe_text).name, 0)
-    said = cli_compress._not_run_by_the_engine(target)
-    assert why in said and bool(said) == bool(why)
+    message = cli_compress._not_run_by_the_engine(target)
+    assert why in message and bool(message) == bool(why)
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
@@ -85,8 +85,8 @@ def test_what_the_engine_cannot_run_is_said_before_it_is_compressed(here, recipe
 def test_train_then_measure_then_generate(folders, here, capfd, layout):
     """What is measured is what the method made of the first tokens of the text, and what it takes was said before."""
     assert compress(folders[layout]) == 0
-    said = capfd.readouterr().out
-    _, tokens, gpu, host, hidden, time, _, end, path = said.splitlines()
+    printed = capfd.readouterr().out
+    _, tokens, gpu, host, hidden, time, _, end, path = printed.splitlines()
     assert tokens == "tokens         768 in training" and path == "made", "256 tokens in each of three stages"
     assert gpu.startswith("GPU memory     none") and re.search(r"host memory +0.\d\d GB", host)
     assert hidden.startswith("hidden states") and re.fullmatch(
@@ -113,7 +113,7 @@ def test_train_then_measure_then_generate(folders, here, capfd, layout):
     assert float(about.split("×")[1].split()[0]) == pytest.approx(want / whole, abs=6e-4)
     assert main(["generate", "a town", "--model", "made", "--max-new-tokens", "4"]) == 0
     stored = f"stored {facts['bytes'] / 1e6:.1f} MB"
-    assert "+ 4 tokens" in (said := capfd.readouterr().out) and stored in said
+    assert "+ 4 tokens" in (printed := capfd.readouterr().out) and stored in printed
 
 
 def test_one_master_is_read_at_2_bits_and_trained_on(folders, here, capfd):
@@ -225,14 +225,14 @@ def test_a_text_of_ones_own_is_a_corpus_of_every_verb(folders, here, capfd):
 
 def test_each_step_gets_the_tokens_that_it_asks_for(folders, here, monkeypatch):
     """Of one text a trained step its budget, and a calibrated one the sequences of the scale."""
-    given = []
+    shapes = []
     for module in (awq, e2e_qp):
         real = module.apply
-        noted = lambda lm, ids, config, real=real: given.append(tuple(ids.shape)) or real(lm, ids, config)  # noqa: E731
+        noted = lambda lm, ids, config, real=real: shapes.append(tuple(ids.shape)) or real(lm, ids, config)  # noqa: E731
         monkeypatch.setattr(module, "apply", noted)
     more = ["--config", "calibration={sequences: 2}"]
     assert compress(folders["llama"], "made", "awq-w4-g64 + e2e_qp(tokens=256, batch=2)", *more) == 0
-    assert given == [(2, 64), (4, 64)]
+    assert shapes == [(2, 64), (4, 64)]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -270,9 +270,9 @@ def test_what_is_refused_leaves_nothing(folders, here, capfd, words, named):
     Path("empty.txt").write_text("")
     Path("other").mkdir()
     before = sorted(here.rglob("*"))
-    given = {"--recipe": SMALL, "--text": "mine.txt", "--length": "64", "--out": "made"}
-    given |= dict(zip(words[::2], words[1::2], strict=True))
-    assert main(["compress", str(folders["llama"]), *chain.from_iterable(given.items())]) == 2
+    options = {"--recipe": SMALL, "--text": "mine.txt", "--length": "64", "--out": "made"}
+    options |= dict(zip(words[::2], words[1::2], strict=True))
+    assert main(["compress", str(folders["llama"]), *chain.from_iterable(options.items())]) == 2
     sentence(capfd, *named)
     left = [path for path in sorted(here.rglob("*")) if "build" not in path.relative_to(here).parts]
     assert left == before, "beside build/"
@@ -293,11 +293,11 @@ def test_a_folder_that_no_longer_fits_is_refused(folders, here, capfd):
     shutil.copytree(folders["llama"], base)
     assert compress(base) == 0
     facts = json.loads(Path("made/compressed.json").read_text())
-    asked = ["perplexity", "made", "--corpus", "wikitext2", *CONFIG]
+    command = ["perplexity", "made", "--corpus", "wikitext2", *CONFIG]
 
     def refused(*named):
         models.fingerprint.cache_clear()
-        assert main(asked) == 2
+        assert main(command) == 2
         sentence(capfd, *named)
 
     config = json.loads((base / "config.json").read_text())
@@ -388,8 +388,8 @@ def test_bytes_follow_where_hidden_states_live():
 
     gpu, host = bytes_of("bitbybit-w2a16")
     assert 5 * stream < gpu < 5 * stream + 2**31 and host == 2 * of.parameters
-    moved, held = bytes_of("bitbybit(w2a16, place=host)")
-    assert gpu - moved == 5 * stream == held - host
+    moved, on_host = bytes_of("bitbybit(w2a16, place=host)")
+    assert gpu - moved == 5 * stream == on_host - host
     assert bytes_of("bitbybit-w2a16", "cpu") == (0, gpu - training_cost.CONTEXT)
     assert bytes_of("bitbybit-w2a2")[0] > gpu, "what autograd keeps of inputs that are quantized"
     steps = recipe.parse("bitbybit-w2a16").steps
@@ -410,8 +410,8 @@ def test_a_master_is_trained_at_all_its_widths_at_once():
     def made(text):
         return training_cost.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, "cuda")
 
-    given = ("2: 1.0, 8: 0.0", "2: 1.0, 4: 1.0", "2: 1.0, 4: 1.0, 8: 1.0")
-    one, two, three = (made(f"matquant(lambdas={{{widths}}})") for widths in given)
+    lambdas = ("2: 1.0, 8: 0.0", "2: 1.0, 4: 1.0", "2: 1.0, 4: 1.0, 8: 1.0")
+    one, two, three = (made(f"matquant(lambdas={{{widths}}})") for widths in lambdas)
     assert made("matquant") == three and three.tokens == one.tokens
     assert three.token_blocks == pytest.approx(3 * one.token_blocks)
     assert three.gpu - two.gpu == two.gpu - one.gpu > training_cost.LOSS + 4 * training_cost.KEPT * of.weights

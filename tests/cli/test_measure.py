@@ -15,16 +15,16 @@ class Stop(Exception):
 
 def jobs_of(monkeypatch, *words):
     """The jobs that a command would run, by kind and task."""
-    asked = []
+    requested = []
 
     def record(jobs):
-        asked.extend(jobs)
+        requested.extend(jobs)
         raise Stop
 
     monkeypatch.setattr(options, "run_now", record)
     with pytest.raises(Stop):
         main(list(words))
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize("kind", ["zeroshot", "likelihood"])

@@ -98,43 +98,43 @@ TOYS, PLOT = "tables/spear/toys.tex", "figures/spear/figure13.svg"
 
 @pytest.mark.timeout(600)
 def test_a_kind_is_one_file_and_one_dict_line(tmp_path):
-    place = dag.folder(dag.copy_checkout(tmp_path / "source"))
-    (place / "repro" / "metrics" / "toy.py").write_text(KIND)
-    registry = place / "repro" / "metrics" / "__init__.py"
+    checkout = dag.folder(dag.copy_checkout(tmp_path / "source"))
+    (checkout / "repro" / "metrics" / "toy.py").write_text(KIND)
+    registry = checkout / "repro" / "metrics" / "__init__.py"
     text = registry.read_text().replace(
         "from repro.metrics.tpot import", "from repro.metrics.toy import Toy\nfrom repro.metrics.tpot import", 1
     )
     registry.write_text(
         text.replace('    "perplexity": Perplexity,\n', '    "perplexity": Perplexity,\n    "toy": Toy,\n', 1)
     )
-    (place / "tables" / "spear" / "toys.yaml").write_text(SPEC)
-    (place / "figures" / "spear" / "figure13.yaml").write_text(FIGURE)
-    (place / "config" / "tiny.yaml").write_text(json.dumps(dag.SCALE | {"toy": {"least": 100}}))
+    (checkout / "tables" / "spear" / "toys.yaml").write_text(SPEC)
+    (checkout / "figures" / "spear" / "figure13.yaml").write_text(FIGURE)
+    (checkout / "config" / "tiny.yaml").write_text(json.dumps(dag.SCALE | {"toy": {"least": 100}}))
     who = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
     for words in (["git", "init", "-q"], ["git", "add", "-A"], [*who, "commit", "-q", "-m", "a toy"]):
-        done = dag.run(words, place, place)
+        done = dag.run(words, checkout, checkout)
         assert done.code == 0, done.text
 
-    done = dag.quick(dag.repro("make", TOYS, PLOT, "--cores", 2), place, place, timeout=500)
+    done = dag.quick(dag.repro("make", TOYS, PLOT, "--cores", 2), checkout, checkout, timeout=500)
     assert done.code == 0, done.text
-    frame = pd.read_csv(place / "tables/spear/toys.csv").set_index(["row", "metric"])
+    frame = pd.read_csv(checkout / "tables/spear/toys.csv").set_index(["row", "metric"])
     assert set(frame["status"]) == {"ok"} and set(frame["source"]) == {"fresh"}
     full, small = (frame.loc[(row, "bytes")] for row in ("FP16", "RTN"))
     assert full["value"] > small["value"] > 100 and full["n"] == 20 and full["lo"] < full["value"] < full["hi"]
     assert frame.loc[("FP16", "kB"), "value"] == pytest.approx(full["value"] / 1000, rel=1e-6)
-    sheet = (place / "tables/spear/toys.md").read_text()
+    sheet = (checkout / "tables/spear/toys.md").read_text()
     assert "spear C002: a stored tensor of a 4-bit model is smaller. Printed: nothing." in sheet
     assert "Holds on the stand-ins (1 of 1 case); grade C" in sheet and "Printed numbers" not in sheet
-    drawn = pd.read_csv(place / "figures/spear/figure13.csv")
+    drawn = pd.read_csv(checkout / "figures/spear/figure13.csv")
     assert drawn.groupby("series").size().to_dict() == {"FP16": 20, "RTN": int(small["n"])}
-    assert (place / PLOT).stat().st_size > 1000
+    assert (checkout / PLOT).stat().st_size > 1000
 
-    done = dag.quick(dag.repro("accept", "tables/spear/toys.csv"), place, place)
+    done = dag.quick(dag.repro("accept", "tables/spear/toys.csv"), checkout, checkout)
     assert done.code == 0 and "4 rows into results/" in done.out, done.text
-    (stored,) = place.glob("results/*/spear-toys.csv.xz")
+    (stored,) = checkout.glob("results/*/spear-toys.csv.xz")
     kept = pd.read_csv(stored).set_index(["row", "metric"])
     assert kept["value"].to_dict() == frame["value"].to_dict()
-    done = dag.quick(dag.repro("toy", dag.MODEL, "--recipe", "rtn-w4-pc", "--thousands"), place, place)
+    done = dag.quick(dag.repro("toy", dag.MODEL, "--recipe", "rtn-w4-pc", "--thousands"), checkout, checkout)
     assert done.code == 0, done.text
     counted, measured = done.out.splitlines()
     assert counted == f"{int(small['n'])} items of rtn-w4-pc"

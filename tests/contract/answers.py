@@ -118,11 +118,11 @@ def step(name: str) -> Numbers:
 def compared(lm: LowBitModel, full: PreTrainedModel, ids: torch.Tensor) -> Numbers:
     """Stored bits, relative distance of the outputs, their mean size, and the means of what steps say of themselves."""
     with torch.no_grad():
-        want, got = full(ids).logits.double(), lm.model(ids).logits.double()
+        of_full, logits = full(ids).logits.double(), lm.model(ids).logits.double()
     answer = {
         "bits per weight": bits.report(lm, float_bits=16)["bpw"],
-        "distance": ((got - want).square().mean() / want.square().mean()).sqrt().item(),
-        "size": got.abs().mean().item(),
+        "distance": ((logits - of_full).square().mean() / of_full.square().mean()).sqrt().item(),
+        "size": logits.abs().mean().item(),
     }
     for fact, values in lm.facts.items():
         answer[fact] = float(np.mean(values)) if len(values) else 0.0
@@ -200,15 +200,15 @@ def workplace() -> Iterator[scales.Scale]:
     """An empty working folder with a model, and the scale that measures it there."""
     text = corpora.text
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        place = Path(folder) / "tiny-llama"
-        small_models.write_tokenizer(place)
+        folder_of_model = Path(folder) / "tiny-llama"
+        small_models.write_tokenizer(folder_of_model)
         shape = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-        weights(small_models.llama(**shape), 0.25).save_pretrained(place)
+        weights(small_models.llama(**shape), 0.25).save_pretrained(folder_of_model)
         patch.chdir(folder)
         patch.setattr(corpora, "text", lambda *words: text(*words)[:20_000])  # tokenizing all takes seconds
         patch.setattr(similarity, "DRAWS", 2)  # of twelve, which are sampled one token after another
         patch.setattr(similarity, "LENGTH", 24)
-        yield scales._build(SCALE | {"models": {"Llama-3.2-1B": str(place)}}, "the contract's scale")
+        yield scales._build(SCALE | {"models": {"Llama-3.2-1B": str(folder_of_model)}}, "the contract's scale")
 
 
 def run(jobs: Iterable[Job]) -> None:
@@ -220,9 +220,9 @@ def run(jobs: Iterable[Job]) -> None:
 
 def metric(name: str, at: scales.Scale) -> Numbers:
     """What a metric measures of the tiny model, through its jobs."""
-    text, asked = ASKED[name]
+    text, cases = ASKED[name]
     target, answer = Target(at, at.models["Llama-3.2-1B"], text), {}
-    for words in asked:
+    for words in cases:
         params = KINDS[name](**words)
         jobs = params.jobs(target)
         run(jobs.values())
@@ -271,9 +271,9 @@ def of_shape_decode() -> Numbers:
 def of_serving() -> Numbers:
     """What is shown of two blocks of three and one known gaps; a GPU measures them."""
     served = Served([0.01, 0.03], [[0.005, 0.012, 0.008], [0.02]], [(1, 7, 0.004)])
-    given = {"blocks": 2, "requests": 2, "seed": 0, "shape": "Llama-2-7B", "percent": 38}
+    options = {"blocks": 2, "requests": 2, "seed": 0, "shape": "Llama-2-7B", "percent": 38}
     table = LatencyTable({1: 2.0, 8: 3.0})
-    series = serving.summarized("spear-22 38", served, table, 0.5, given)
+    series = serving.summarized("spear-22 38", served, table, 0.5, options)
     means = {name.removeprefix("spear-22 38 "): float(one.values.mean()) for name, one in series.items()}
     late = KINDS["serving"]("Llama-2-7B", "spear-22", 38, "late", 22)
     chunk = serving.policy("spear-22", table, 0.5, [1, 8, 512]).chunk(4)
@@ -315,8 +315,8 @@ def of_tpot() -> Numbers:
         signal = facts | {"listening ms": 2.02, "plain ms": 2.0}
         write_text(Path(folder) / "signal.json", json.dumps(signal))
         shows = ("ms", "times", "16 bits", "8 bits", "cache", "mixing", "PPLE", "switching")
-        asked = [KINDS["tpot"](show, "900", "flexquant(layers=8)") for show in shows]
-        return {params.show: params.read().interval().value for params in asked}
+        params_of_shows = [KINDS["tpot"](show, "900", "flexquant(layers=8)") for show in shows]
+        return {each.show: each.read().interval().value for each in params_of_shows}
 
 
 def of_bench() -> Numbers:
@@ -396,14 +396,14 @@ class Letters:
 
 def of_bertscore(at: scales.Scale) -> Numbers:
     """The score of two made-up answers, letter by letter."""
-    target, asked = Target(at, at.models["Llama-3.2-1B"], RTN), KINDS["bertscore"]("gsm8k")
+    target, params = Target(at, at.models["Llama-3.2-1B"], RTN), KINDS["bertscore"]("gsm8k")
     series = {"rougeL": Series(np.zeros(2), "sequences", "made up")}
     for number, text in enumerate(("The answer is 18.", "#### 3")):
         ids = models.tokenizer(target.model)(text)["input_ids"]
         series[f"tokens {number}"] = Series(np.asarray(ids, dtype=float), "tokens")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bert_score, "_encoder", Letters)
-        scored = asked.series({"texts": observations.Observations(series, {})}, target)
+        scored = params.series({"texts": observations.Observations(series, {})}, target)
     return {f"text {number}": float(score) for number, score in enumerate(scored["bertscore"].values)}
 
 
@@ -446,11 +446,11 @@ def answer(name: str, at: scales.Scale) -> Numbers:
 
 def main() -> None:
     """Record the answers of the names on the command line."""
-    asked = names() if sys.argv[1:] == ["all"] else sys.argv[1:]
+    chosen = names() if sys.argv[1:] == ["all"] else sys.argv[1:]
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     torch.set_num_threads(1)
     with workplace() as at:
-        for name in asked:
+        for name in chosen:
             known[name] = {"version": versions.of(name), "numbers": answer(name, at)}
             print(name, json.dumps(known[name]), flush=True)
             lines = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]

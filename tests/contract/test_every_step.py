@@ -130,7 +130,9 @@ def test_so_it_is_of_other_layouts_and_dtypes(layout, dtype, tmp_path):
 def test_a_reader_that_lacks_a_step_or_format_refuses_its_file(name, made, tmp_path, monkeypatch):
     lm = made(name)
     lm.save(tmp_path / "model.safetensors", {})
-    attached = {one.step for present in lm.attachments.values() for one in present}
+    attached = set()
+    for attachments in lm.attachments.values():
+        attached |= {attachment.step for attachment in attachments}
     formats = {weight.FORMAT for weight in lm.weights.values()}
     for known in (BASELINES, METHODS, FORMATS):
         for missing in attached | formats:

@@ -43,8 +43,8 @@ def test_a_damaged_file_is_a_sentence(folder, content):
 
 def test_without_the_mirror_it_is_a_sentence(folder, monkeypatch):
     (folder / SOURCE).unlink()
-    said = f"no such file {SOURCE}: .* not in REPRO_DATA={folder}; set REPRO_DATA .* or name another"
-    with pytest.raises(UserError, match=said):
+    message = f"no such file {SOURCE}: .* not in REPRO_DATA={folder}; set REPRO_DATA .* or name another"
+    with pytest.raises(UserError, match=message):
         corpora.text(NAME)
     monkeypatch.delenv("REPRO_DATA")
     with pytest.raises(UserError, match="REPRO_DATA is not set"):

@@ -17,14 +17,14 @@ PAIRS = (("the cat sat on a mat.", "the cats sat on the mat."), ("a dog ran", "t
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random BERT of three layers with a vocabulary of a few words, which takes texts of 16 tokens."""
-    place = tmp_path_factory.mktemp("encoder")
-    (place / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    of_encoder = tmp_path_factory.mktemp("encoder")
+    (of_encoder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "initializer_range": 0.5}
     config = BertConfig(vocab_size=len(WORDS), num_hidden_layers=3, max_position_embeddings=16, **shape)
-    BertModel(config).save_pretrained(place)
-    BertTokenizer(vocab=str(place / "vocab.txt"), model_max_length=16).save_pretrained(place)
-    return place
+    BertModel(config).save_pretrained(of_encoder)
+    BertTokenizer(vocab=str(of_encoder / "vocab.txt"), model_max_length=16).save_pretrained(of_encoder)
+    return of_encoder
 
 
 @pytest.fixture
@@ -116,10 +116,10 @@ def test_an_encoder_that_is_missing_or_another_one_is_a_sentence(monkeypatch, tm
     )
     with pytest.raises(UserError, match="needs an encoder that is not installed"):
         bert_score._encoder.__wrapped__()
-    place = tmp_path / "an_encoder_of_another_kind" / "model"
-    place.mkdir(parents=True)
-    (place.parent / "__init__.py").write_text("")
-    (place / bert_score.WEIGHTS).write_bytes(b"other")
+    another = tmp_path / "an_encoder_of_another_kind" / "model"
+    another.mkdir(parents=True)
+    (another.parent / "__init__.py").write_text("")
+    (another / bert_score.WEIGHTS).write_bytes(b"other")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(bert_score, "PACKAGE", "an_encoder_of_another_kind")
     with pytest.raises(UserError, match="model.safetensors: another encoder, sha256 d9298a10d1b07358"):

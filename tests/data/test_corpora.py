@@ -144,12 +144,16 @@ def llama2_tokenizer(folder):
 
 def llama3_tokenizer(folder):
     """The tiktoken BPE of Llama-3: a pair merges in the order of the merged token's rank."""
-    lines = (folder / "tokenizers/llama3/tokenizer.model").read_text().splitlines()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+    ranks = {}
+    for line in (folder / "tokenizers/llama3/tokenizer.model").read_text().splitlines():
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
     printable = [b for b in range(256) if chr(b).isprintable() and b not in (32, 173)]
     others = (b for b in range(256) if b not in printable)
     shown = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    vocab = {"".join(shown[b] for b in token): rank for token, rank in ranks.items()}
+    vocab = {}
+    for token, rank in ranks.items():
+        vocab["".join(shown[byte] for byte in token)] = rank
     merges = sorted(splits(vocab), key=lambda pair: vocab[pair[0] + pair[1]])
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     words = (
@@ -262,19 +266,19 @@ def test_hub_is_read_at_a_pinned_revision(monkeypatch, name):
         return datasets.Dataset.from_dict({"text": [f"{i}" for i in range(1200)]})
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    got = text(name, hub=True)
+    content = text(name, hub=True)
     ((args, kwargs),) = calls
     assert len(kwargs["revision"]) == 40 and "trust_remote_code" not in kwargs
     if name == "c4-hub":
-        assert args == ("allenai/c4",) and got == " ".join(map(str, range(1100)))
+        assert args == ("allenai/c4",) and content == " ".join(map(str, range(1100)))
         assert kwargs["data_files"] == {"validation": "en/c4-validation.00000-of-00008.json.gz"}
         monkeypatch.setitem(CORPORA, name, dataclasses.replace(CORPORA[name], max_tokens=100))
         assert len(token_ids(name, byte_tokenizer(), hub=True)) == 100
     elif name == "c4-train-hub":
-        assert args == ("allenai/c4",) and got == " ".join(map(str, range(1200)))
+        assert args == ("allenai/c4",) and content == " ".join(map(str, range(1200)))
         assert kwargs["data_files"] == {"train": "en/c4-train.00000-of-01024.json.gz"}
     else:
-        assert args == ("Salesforce/wikitext",) and got == "\n\n".join(map(str, range(1200)))
+        assert args == ("Salesforce/wikitext",) and content == "\n\n".join(map(str, range(1200)))
         assert kwargs["name"] == "wikitext-2-raw-v1" and kwargs["split"] == CORPORA[name].split
 
 
@@ -379,8 +383,8 @@ def test_calibration_needs_a_longer_corpus():
 def scored(calibrated, evaluated, recipe="gptq-w4-pc"):
     """The jobs that score a model calibrated on one corpus on another."""
     facts = {"name": "mine", "about": "a test", "models": {}, "corpora": {"wikitext2": "held-out", "c4": evaluated}}
-    given = {"calibration": {"corpus": calibrated, "sequences": 2, "length": 8}}
-    target = Target(scales.load(facts | given), "pocket-3m", recipe)
+    settings = {"calibration": {"corpus": calibrated, "sequences": 2, "length": 8}}
+    target = Target(scales.load(facts | settings), "pocket-3m", recipe)
     return perplexity.Perplexity("wikitext2").jobs(target)
 
 

@@ -48,8 +48,8 @@ def test_another_copy_of_a_file_in_the_repository_is_not_the_one(flow):
 
 def test_a_build_measures_the_tasks_whose_files_are_here(flow):
     again, _ = replicate.chosen(flow, "spear/table24")
-    asked = {cell.col for cell in again}
-    assert "PIQA" in asked and "MMLU" not in asked
+    columns = {cell.col for cell in again}
+    assert "PIQA" in columns and "MMLU" not in columns
     names = {need.parsed_options()["task"] for need in replicate.jobs(flow, "spear/table24") if need.kind == "requests"}
     assert "piqa" in names and not names & {"mmlu", "mmlu-10"}
 

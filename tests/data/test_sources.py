@@ -68,12 +68,15 @@ def test_a_carried_text_needs_no_folder(without_mirror, name):
 
 @pytest.mark.parametrize("name", [name for name in tasks.TASKS if not name.startswith("mmlu")])
 def test_the_records_of_a_carried_task_need_no_folder(without_mirror, name):
-    assert sum(len(records) for splits in tasks.items(tasks.TASKS[name]).values() for records in splits.values()) > 900
+    count = 0
+    for splits in tasks.items(tasks.TASKS[name]).values():
+        count += sum(map(len, splits.values()))
+    assert count > 900
 
 
 def test_a_task_that_is_not_carried_says_where_its_file_would_be_found(without_mirror):
-    said = "task mmlu: no such file zeroshot/raw/mmlu.tar.xz: .* REPRO_DATA is not set; set REPRO_DATA to a folder"
-    with pytest.raises(UserError, match=said):
+    message = "task mmlu: no such file zeroshot/raw/mmlu.tar.xz: .* REPRO_DATA is not set; set REPRO_DATA to a folder"
+    with pytest.raises(UserError, match=message):
         tasks.items(tasks.TASKS["mmlu"])
 
 
@@ -250,11 +253,11 @@ class Unread:
 def test_steps_that_say_so_read_their_first_tokens_alone(step, monkeypatch, tiny_llama):
     module = recipe.STEPS[step]
     text = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
-    asked = []
+    requested = []
 
     def first_tokens(calibration, tokens, who):
         assert isinstance(calibration, Unread)
-        asked.append(tokens)
+        requested.append(tokens)
         return text
 
     reader = recipe.STEPS["efficientqat"] if step == "staged_ap" else module
@@ -266,4 +269,4 @@ def test_steps_that_say_so_read_their_first_tokens_alone(step, monkeypatch, tiny
     if step == "e2e_qp":
         rtn.apply(lm, None, rtn.Config(bits=4, group=32))
     module.apply(lm, Unread(), config)
-    assert module.READS_FIRST_TOKENS and asked == [64]
+    assert module.READS_FIRST_TOKENS and requested == [64]

@@ -38,8 +38,10 @@ def test_rouge_l_takes_the_best_reference_and_reads_words_alone():
 @settings(deadline=None, max_examples=60)
 def test_bleu_of_mean_counts_is_sacrebleus_corpus_bleu(pairs):
     texts, references = [" ".join(a) for a, _ in pairs], [" ".join(b) for _, b in pairs]
-    each = [text_scores.bleu_counts(text, [reference]) for text, reference in zip(texts, references)]
-    means = {name: np.mean([counts[name] for counts in each]) for name in each[0]}
+    counts = [text_scores.bleu_counts(text, [reference]) for text, reference in zip(texts, references)]
+    means = {}
+    for name in counts[0]:
+        means[name] = np.mean([of_text[name] for of_text in counts])
     wanted = sacrebleu.corpus_bleu(texts, [references], smooth_method="none").score
     assert text_scores.bleu(means) == pytest.approx(wanted, abs=1e-6)
     both = {name: np.asarray([value, 2 * value]) for name, value in means.items()}

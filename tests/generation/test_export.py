@@ -86,13 +86,13 @@ def llama(folder, pre="smollm", **more):
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
-def restored(found, heads):
+def restored(rows, heads):
     """Rows of a matrix or vector back in Hugging Face's order, one by one."""
-    size, back = len(found) // heads, found.clone()
+    size, back = len(rows) // heads, rows.clone()
     for head in range(heads):
         for i in range(size // 2):
-            back[head * size + i] = found[head * size + 2 * i]
-            back[head * size + size // 2 + i] = found[head * size + 2 * i + 1]
+            back[head * size + i] = rows[head * size + 2 * i]
+            back[head * size + size // 2 + i] = rows[head * size + 2 * i + 1]
     return back
 
 
@@ -237,10 +237,10 @@ def test_the_file_holds_what_the_codec_made(package, tmp_path, capsys, kind, rec
 @pytest.mark.parametrize("several", [False, True])
 def test_a_chat_template_is_in_the_file(package, tmp_path, several):
     template = small_models.TEMPLATE
-    given = (
+    of_model = (
         [{"name": "default", "template": template}, {"name": "tools", "template": "{{ 1 }}"}] if several else template
     )
-    folder = small_models.write_tokenizer(tmp_path / "chat", chat_template=given)
+    folder = small_models.write_tokenizer(tmp_path / "chat", chat_template=of_model)
     small_models.llama().save_pretrained(folder)
     out = tmp_path / "chat.gguf"
     export(str(folder), "fp16", out)

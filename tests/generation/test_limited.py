@@ -69,9 +69,10 @@ def whole(engine, prompt=PROMPT, count=24, **options):
 
 def ten():
     """Two prompts of each of five sets."""
-    return [
-        one.text for name in ("mt-bench", "humaneval", "gsm8k", "aime24", "math500") for one in prompts.load(name, 2)
-    ]
+    texts = []
+    for name in ("mt-bench", "humaneval", "gsm8k", "aime24", "math500"):
+        texts += [prompt.text for prompt in prompts.load(name, 2)]
+    return texts
 
 
 # --- lossless ---------------------------------------------------------------------------------------------------------
@@ -128,8 +129,8 @@ def bonus_dropped(monkeypatch):
     real = drafted.Drafted.run
 
     def run(self, steps, chunk):
-        for given, result in enumerate(real(self, steps, chunk), start=1):
-            if given == 1 or given < sum(self.lengths):
+        for count, result in enumerate(real(self, steps, chunk), start=1):
+            if count == 1 or count < sum(self.lengths):
                 yield result
 
     monkeypatch.setattr(drafted.Drafted, "run", run)
@@ -139,8 +140,8 @@ def accepted_by_draft(monkeypatch):
     """The first child is accepted whatever the target says."""
     real = drafted.accepted
 
-    def accept(ids, parents, said):
-        path, bonus = real(ids, parents, said)
+    def accept(ids, parents, chosen):
+        path, bonus = real(ids, parents, chosen)
         return speculate.Accepted(path if len(path) > 1 else [0, 1], bonus)
 
     monkeypatch.setattr(drafted, "accepted", accept)
@@ -263,7 +264,8 @@ def test_the_next_weight_is_copied_once_the_last_was_used():
 
 def test_host_memory_is_what_the_weights_take(mixed):
     streamed = [b for n, b in enumerate(mixed.model.blocks) if n not in mixed.plan.resident]
-    total = sum(p.weight.nbytes for b in streamed for p in (b.qkv, b.out, b.gate_up, b.down))
+    total = sum(block.qkv.weight.nbytes + block.out.weight.nbytes for block in streamed)
+    total += sum(block.gate_up.weight.nbytes + block.down.weight.nbytes for block in streamed)
     assert total == mixed.plan.streamed_bytes == mixed.plan.parts["buffers"] * 3
     lane = streamed[0].down.lane
     assert lane.host.release.alive and lane.host.bytes == total  # pinned as long as a product is there
@@ -595,8 +597,8 @@ def test_fit_predicts_the_times_measured_on_an_h200_within_a_tenth(shape):
         )
         draft_bytes = run["parts"].get("draft", 0) + run["parts"]["resident blocks"]
         draft_bytes += run["parts"]["embedding and head"] // 2  # a pass reads the head
-        said = fit.Fit(plan, plan, run["bus_bytes_per_s"], fit.STEP_SHARE * 1e6 / fastest, draft_bytes, depth, 1.0)
-        expected = said.iteration_s if depth else said.step_s
+        predicted = fit.Fit(plan, plan, run["bus_bytes_per_s"], fit.STEP_SHARE * 1e6 / fastest, draft_bytes, depth, 1.0)
+        expected = predicted.iteration_s if depth else predicted.step_s
         assert expected == pytest.approx(run[measured], rel=0.1), name
 
 
@@ -615,8 +617,8 @@ def test_fit_says_what_a_budget_gives_before_anything_is_loaded(capsys):
         seconds[name] = plan.streamed_bytes / 50e9 + here / 2e12
     more = len(plain.plan.resident) - len(one.plan.resident)
     assert more > 0
-    said = f"{1 / seconds['plain']:.2f} tokens/s without speculation and its draft, with {more} more resident"
-    assert said in out
+    message = f"{1 / seconds['plain']:.2f} tokens/s without speculation and its draft, with {more} more resident"
+    assert message in out
     iteration_s = seconds["draft"] + 48 * one.draft_bytes / 2e12
     assert f"{25 / iteration_s:.2f} tokens/s at an acceptance length of 25" in out
 

@@ -115,10 +115,10 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
     with monkeypatch.context() as other, pytest.raises(UserError, match="not the PMPD scheduler that the job was"):
         other.setattr(head_files, "identity", lambda path: "another")
         Switching.run(job, {}, tmp_path, {})
-    asked = []
+    points = []
 
     def chosen(scheduler, model, prompts):
-        asked.append([int(scheduler(*each).argmax()) for each in pmpd.features(model, prompts)])
+        points.append([int(scheduler(*each).argmax()) for each in pmpd.features(model, prompts)])
         return [0, 6, 255]
 
     monkeypatch.setattr(pmpd, "chosen", chosen)
@@ -127,11 +127,11 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
         for each in distinct([job]):
             if not runner.done(each):
                 runner.run(each)
-        held = observations.load(job.folder / observations.FILE).series
-    assert len(asked) == 1 and len(asked[0]) == 3
-    assert set(held["log 0"].values) == set(held["along log 0"].values) == {1.0}
-    assert set(held["log 1"].values) == {7.0} and "log 2" not in held
-    bits = held["bits"].values
+        series = observations.load(job.folder / observations.FILE).series
+    assert len(points) == 1 and len(points[0]) == 3
+    assert set(series["log 0"].values) == set(series["along log 0"].values) == {1.0}
+    assert set(series["log 1"].values) == {7.0} and "log 2" not in series
+    bits = series["bits"].values
     assert bits[0] == 4 and bits[2] == 8 and bits[1] == pytest.approx((6 * 8 + 13 * 4) / 19)
 
 
@@ -169,24 +169,24 @@ def static(tmp_path_factory):
     [([1.0, 3.0, 2.0, 0.0], 4), ([0.0, 0.0, 0.0, 0.0], 0), ([1.0, 2.0, 5.0, 5.0], 9), ([0.0, 1.0, 2.0, 3.0], 19)],
 )
 def test_the_static_point_is_the_best_on_validation_texts_of_equal_ones_the_earliest(static, scores, point):
-    _, held = static(scores=scores)
-    assert held["rougeL by point"].values.tolist() == scores
+    _, series = static(scores=scores)
+    assert series["rougeL by point"].values.tolist() == scores
     for prompt in range(3):
-        steps = held[f"log {prompt}"].values if f"log {prompt}" in held else np.asarray([])
+        steps = series[f"log {prompt}"].values if f"log {prompt}" in series else np.asarray([])
         assert set(steps) == ({point + 1.0} if point < 19 else set())
-        assert held["bits"].values[prompt] == pytest.approx((point * 8 + (19 - point) * 4) / 19)
+        assert series["bits"].values[prompt] == pytest.approx((point * 8 + (19 - point) * 4) / 19)
 
 
 def test_a_static_cell_is_the_schedule_of_its_point(static):
     """Nothing replaced: the search decodes and scores itself, and the texts are those of a switch at that point."""
-    job, held = static()
-    given = job.parsed_options()
-    best = POINTS[int(np.argmax(held["rougeL by point"].values))]
+    job, series = static()
+    options = job.parsed_options()
+    best = POINTS[int(np.argmax(series["rougeL by point"].values))]
     at_point = f"interval={best}" if best else "window=0, threshold=1e30"
     _, other = static(f"flexquant(path=[8, 4], {at_point}, layers=100000)", control="")
     for name in ("rougeL", "KL", "bits", "agreement", *(f"tokens {prompt}" for prompt in range(3))):
-        assert held[name].values.tolist() == other[name].values.tolist(), name
-    searched, tested = (switching._prompts(given | {"validating": each}) for each in (True, False))
+        assert series[name].values.tolist() == other[name].values.tolist(), name
+    searched, tested = (switching._prompts(options | {"validating": each}) for each in (True, False))
     assert len(searched) == 5 and len(tested) == 3 and not {p.id for p in searched} & {p.id for p in tested}
 
 

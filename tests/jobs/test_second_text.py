@@ -70,13 +70,13 @@ def test_names_are_those_of_the_scale_or_of_a_corpus(target):
     at = target("fp16").scale
     assert at.second_text("redpajama") == "tiny-held-out"
     assert at.second_text("tiny-c4-docs") == "tiny-c4-docs"
-    said = refusal(lambda: compress.job(target(SPLIT.format("wikitext3"))))
-    assert said.startswith("scale tiny: unknown second text 'wikitext3'") and "wikitext2" in said
+    message = refusal(lambda: compress.job(target(SPLIT.format("wikitext3"))))
+    assert message.startswith("scale tiny: unknown second text 'wikitext3'") and "wikitext2" in message
 
 
 def test_a_text_that_is_scored_chooses_no_channels(target):
-    said = refusal(lambda: Perplexity("c4").jobs(target(SPLIT.format("tiny-c4-docs"))))
-    assert "is calibrated on tiny-c4-docs, and perplexity is measured on tiny-c4-docs" in said
+    message = refusal(lambda: Perplexity("c4").jobs(target(SPLIT.format("tiny-c4-docs"))))
+    assert "is calibrated on tiny-c4-docs, and perplexity is measured on tiny-c4-docs" in message
     assert Perplexity("c4").jobs(target(SPLIT.format("wikitext2")))
 
 

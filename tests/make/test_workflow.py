@@ -44,9 +44,9 @@ def planned(built, *words: object) -> list[str]:
     return sorted(dag.dry_run(built.folder, built.folder, *words, *TARGETS))
 
 
-def matches(found: list[str], expected: list[str]) -> bool:
+def matches(jobs: list[str], expected: list[str]) -> bool:
     """Whether each found job matches the expected pattern at its place, both sorted."""
-    return len(found) == len(expected) and all(re.match(p, job) for job, p in zip(found, sorted(expected)))
+    return len(jobs) == len(expected) and all(re.match(p, job) for job, p in zip(jobs, sorted(expected)))
 
 
 def test_every_file_of_the_table_and_the_figure_appears(built):
@@ -88,10 +88,10 @@ def test_make_runs_nothing_anew_and_prints_the_table(built):
 def test_a_copied_and_a_moved_checkout_rebuild_nothing(built, tmp_path):
     """As CI caches and containers have them: another place, and all files as new as their copy."""
     for name, copy in (("dated", shutil.copy2), ("new", shutil.copyfile)):
-        place = tmp_path / name / "a checkout"
-        shutil.copytree(built.folder, place, symlinks=True, copy_function=copy)
-        assert dag.dry_run(place, place, *TARGETS) == set(), name
-    moved = place.rename(tmp_path / "moved")
+        checkout = tmp_path / name / "a checkout"
+        shutil.copytree(built.folder, checkout, symlinks=True, copy_function=copy)
+        assert dag.dry_run(checkout, checkout, *TARGETS) == set(), name
+    moved = checkout.rename(tmp_path / "moved")
     assert dag.dry_run(moved, moved, *TARGETS) == set()
     (moved / dag.MODEL / "config.json").write_text((moved / dag.MODEL / "config.json").read_text() + " ")
     assert dag.dry_run(moved, moved, *TARGETS) != set(), "another model is seen there as well"
@@ -144,7 +144,9 @@ def test_a_renamed_model_folder_is_another_label_with_the_same_hash(built):
 
 def test_everything_is_planned(built):
     result = dag.dry_run(built.folder, built.folder, "all")
-    printed = {f"table tables/{p}/table{n}.csv" for p in papers.PAPERS for n in papers.tables(p)}
+    printed = set()
+    for paper in papers.PAPERS:
+        printed |= {f"table tables/{paper}/table{number}.csv" for number in papers.tables(paper)}
     own = {"table tables/table1.csv", "table tables/table2.csv", "table tables/audit.csv", "page docs/spear.md"}
     own |= {"table tables/own-numbers.csv"}
     own |= {"figure figures/leaderboard.svg"}
@@ -218,22 +220,22 @@ def test_a_bad_key_is_the_last_line_of_make(built, tmp_path):
 
 
 def test_a_failed_jobs_sentence_comes_last(built, tmp_path):
-    place = tmp_path / "work"
+    folder = tmp_path / "work"
     for name in (dag.MODEL, "build/tokens", "build/compress", "build/versions"):  # with their times
-        shutil.copytree(built.folder / name, place / name)
+        shutil.copytree(built.folder / name, folder / name)
     config = {"base": "tiny", "name": "far", "about": "too far", "perplexity": {"length": 300}}
     with edited(built.folder / "config" / "far.yaml", add=yaml.safe_dump(config)):
-        done = dag.quick(dag.repro("make", dag.TARGET, "--scale", "far", "--cores", 1), place, built.folder)
-        raw = dag.quick(dag.snakemake(built.folder, "--", dag.TARGET), place, built.folder, SCALE="far")
+        done = dag.quick(dag.repro("make", dag.TARGET, "--scale", "far", "--cores", 1), folder, built.folder)
+        raw = dag.quick(dag.snakemake(built.folder, "--", dag.TARGET), folder, built.folder, SCALE="far")
     last = done.err.strip().splitlines()[-1]
     assert done.code == 2 and last.startswith("error: ") and "256" in last and "Traceback" not in done.err, done.text
     name, _, why = last.removeprefix("error: ").partition(": ")
-    assert why in (place / "build" / name / "log.txt").read_text()
+    assert why in (folder / "build" / name / "log.txt").read_text()
     assert raw.code == 1 and why in raw.err, raw.text
-    logs = [log.read_text() for log in (place / "build" / "logs" / "perplexity" / NAME).glob("*.txt")]
+    logs = [log.read_text() for log in (folder / "build" / "logs" / "perplexity" / NAME).glob("*.txt")]
     assert any(why in log for log in logs)
-    assert not (place / dag.TARGET).exists()
-    scores = (place / "build" / "perplexity").rglob("observations.parquet")
+    assert not (folder / dag.TARGET).exists()
+    scores = (folder / "build" / "perplexity").rglob("observations.parquet")
     assert not any(file.stat().st_size for file in scores)  # a refusal leaves an empty file
 
 
@@ -282,8 +284,10 @@ def test_the_headline_table_takes_seven_minutes_on_two_cores():
     assert (ROOT / "tables" / "table1.csv").is_file(), "run `make tables/table1.tex` first"
     flow = Workflow(scale.load())
     firsts = [f"{paper}/table1" for paper in flow.beside_headline()]
-    jobs = {job.id for name in ("table1", *firsts) for job in replicate.jobs(flow, name)}
-    names = [*sorted(jobs), *(f"tables/{name}" for name in ("table1", *firsts))]
+    jobs = set()
+    for table in ("table1", *firsts):
+        jobs |= {job.id for job in replicate.jobs(flow, table)}
+    names = [*sorted(jobs), *(f"tables/{table}" for table in ("table1", *firsts))]
     seconds = {}
     for name in names:
         path = ROOT / "build" / "benchmarks" / f"{name}.tsv"

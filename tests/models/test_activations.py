@@ -34,9 +34,9 @@ def test_statistics_are_those_of_all_inputs(layout):
     model, ids = tiny.model(layout), tiny.tokens(6, 24)
     names = list(block_linears(model))
     weights = torch.tensor([1.0, 2, 3, 4, 5, 6])
-    got, want = statistics(model, names, ids, EXTRAS, weights), inputs_of(model, names, ids)
+    measured, want = statistics(model, names, ids, EXTRAS, weights), inputs_of(model, names, ids)
     for name in names:
-        x, result = want[name], got[name]
+        x, result = want[name], measured[name]
         torch.testing.assert_close(result.mean_abs, x.abs().mean(1), rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(result.mean_square, x.square().mean(1), rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(result.max_abs, x.abs().amax(1), rtol=1e-5, atol=1e-7)
@@ -53,8 +53,8 @@ def test_statistics_are_those_of_all_inputs(layout):
 
 def test_layers_that_read_one_tensor_share_their_statistics():
     model = tiny.model("llama")
-    got = statistics(model, list(block_linears(model)), tiny.tokens(9, 8))
-    of = {name.removeprefix("model.layers.0."): result for name, result in got.items() if ".0." in name}
+    by_layer = statistics(model, list(block_linears(model)), tiny.tokens(9, 8))
+    of = {name.removeprefix("model.layers.0."): result for name, result in by_layer.items() if ".0." in name}
     assert of["self_attn.q_proj"] is of["self_attn.k_proj"] is of["self_attn.v_proj"]
     assert of["mlp.gate_proj"] is of["mlp.up_proj"]
     assert len({id(result) for result in of.values()}) == 4 and of["self_attn.q_proj"].seen == 9
@@ -64,10 +64,10 @@ def test_any_batches_give_the_same():
     layer = torch.nn.Linear(256, 64, dtype=torch.float64)
     result = []
     for sizes in ([4], [1, 1, 1, 1], [3, 1]):
-        with torch.no_grad(), watching({"x": layer}, 4, EXTRAS) as got:
+        with torch.no_grad(), watching({"x": layer}, 4, EXTRAS) as watched:
             for x in X.double().view(4, 128, 256).split(sizes):
                 layer(x)
-        result.append(got["x"])
+        result.append(watched["x"])
     for other in result[1:]:
         for key in ("mean_abs", "mean_square", "max_abs", "second_moment", "powers", "histogram"):
             one, another = getattr(result[0], key), getattr(other, key)
@@ -79,9 +79,9 @@ def test_sizes_are_left_out_where_nobody_asks():
     layer = torch.nn.Linear(256, 64)
     result = []
     for sizes in (True, False):
-        with torch.no_grad(), watching({"x": layer}, 4, EXTRAS, sizes=sizes) as got:
+        with torch.no_grad(), watching({"x": layer}, 4, EXTRAS, sizes=sizes) as watched:
             layer(X.view(4, 128, 256))
-        result.append(got["x"])
+        result.append(watched["x"])
     whole, part = result
     assert part.mean_abs is part.mean_square is part.max_abs is None and whole.max_abs.shape == (4, 256)
     for key in ("second_moment", "powers", "histogram"):

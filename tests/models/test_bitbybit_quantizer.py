@@ -18,10 +18,10 @@ FAST = settings(max_examples=60, deadline=None, derandomize=True)
 CLOSE = 1e-5
 
 
-def close(got, want):
+def close(measured, want):
     """To 1e-5, or to half a unit of the last printed digit where fewer digits are known (`o` has seven decimals)."""
-    assert got[0] == pytest.approx(want[0], rel=CLOSE)
-    assert got[1] == pytest.approx(want[1], rel=CLOSE, abs=5.1e-8)
+    assert measured[0] == pytest.approx(want[0], rel=CLOSE)
+    assert measured[1] == pytest.approx(want[1], rel=CLOSE, abs=5.1e-8)
 
 
 # --- known answers ----------------------------------------------------------------------------------------------------
@@ -89,8 +89,8 @@ def test_known_answers_of_activation_groups(bits, exact, both):
     """`o` of the reference with quantized inputs; weights exact, and 2-bit min-max."""
     x, want = fake_quantize(X, GroupGrid(bits, 32)).double(), X.double() @ W.double().T
     for weight, answer in ((W, exact), (fake_quantize(W, GroupGrid(2, 32)), both)):
-        got = (x @ weight.double().T - want).square().mean().item()
-        assert got == pytest.approx(answer, rel=CLOSE, abs=5.1e-8)
+        error = (x @ weight.double().T - want).square().mean().item()
+        assert error == pytest.approx(answer, rel=CLOSE, abs=5.1e-8)
 
 
 def test_two_bit_levels_of_seq_are_a_quarter_and_three_quarters():
@@ -124,8 +124,8 @@ def slow(values: list[Fraction], bits: int, include_zero: bool) -> list[Fraction
 def test_is_the_formula_in_exact_fractions(seed, shift, bits, include_zero):
     w = weights(seed, shift, 0.1, 1, 32).double()
     want = slow([Fraction(v) for v in w[0].tolist()], bits, include_zero)
-    got = fake_quantize(w, GroupGrid(bits, 32, include_zero=include_zero))[0]
-    assert np.abs(got.numpy() - [float(v) for v in want]).max() <= 1e-6 * w.abs().max().item()
+    quantized = fake_quantize(w, GroupGrid(bits, 32, include_zero=include_zero))[0]
+    assert np.abs(quantized.numpy() - [float(v) for v in want]).max() <= 1e-6 * w.abs().max().item()
 
 
 @FAST
@@ -150,11 +150,11 @@ def test_with_zero_in_the_range_zeros_are_codes_and_zero_is_a_value(seed, shift,
 def test_error_is_at_most_half_a_step_and_rows_are_independent(seed, shift, bits, include_zero):
     """A step and a half where rounding z has moved the grid over one end of the range."""
     w, grid = weights(seed, shift, 0.1), GroupGrid(bits, 32, include_zero=include_zero)
-    got = fake_quantize(w, grid)
+    quantized = fake_quantize(w, grid)
     s = restored(*fit(split(w, 32), grid)[:2])
-    off = (split(w - got, 32).abs() / s).flatten()
+    off = (split(w - quantized, 32).abs() / s).flatten()
     assert off.max() <= 1 + 1e-4 and (off <= 0.5 + 1e-4).float().mean() > 0.85
-    assert torch.equal(fake_quantize(w[1:2], grid), got[1:2])
+    assert torch.equal(fake_quantize(w[1:2], grid), quantized[1:2])
 
 
 @FAST
@@ -184,10 +184,10 @@ def test_strange_groups(scale, include_zero):
     w[4] = 3 + 1e-7 * torch.arange(32)
     w[5], w[6] = torch.linspace(-2, -1, 32), 1e-3 * torch.linspace(-1, 1, 32)
     grid = GroupGrid(8, 32, include_zero=include_zero, scale=scale)
-    got = fake_quantize(w, grid)
+    quantized = fake_quantize(w, grid)
     _, _, z = fit(split(w, 32), grid)
-    assert torch.isfinite(got).all() and (got[0] == 0).all() and z.abs().max() < 2**15
-    assert (got[1:6] - w[1:6]).abs().max() <= 0.08 * w.abs().max()
+    assert torch.isfinite(quantized).all() and (quantized[0] == 0).all() and z.abs().max() < 2**15
+    assert (quantized[1:6] - w[1:6]).abs().max() <= 0.08 * w.abs().max()
 
 
 def test_the_gradient_passes_straight_through():

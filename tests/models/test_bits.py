@@ -1,6 +1,7 @@
 """Stored bits against arithmetic by hand, on a tied Llama: 2 layers, 64 wide, FFN 128, k and v 32, vocabulary 96."""
 
 import dataclasses
+from collections import Counter
 from itertools import chain, product
 
 import numpy as np
@@ -29,12 +30,12 @@ def quantized(module, config) -> LowBitModel:
 
 
 def test_a_plain_model():
-    got = bits.report(LowBitModel(tiny.model("llama").half()))
-    assert got["block_weights"] == BLOCK_WEIGHTS == 73728
-    assert got["block"] == {"codes": 0, "scales": 0, "zeros": 0, "indices": 0, "unquantized": 73728 * 16}
-    assert got["bpw"] == 16
-    assert got["other"] == OTHER_WEIGHTS * 16 == 103424
-    assert got["bytes"] == (73728 + 6464) * 2 and got["bits"] == 8 * got["bytes"]
+    report = bits.report(LowBitModel(tiny.model("llama").half()))
+    assert report["block_weights"] == BLOCK_WEIGHTS == 73728
+    assert report["block"] == {"codes": 0, "scales": 0, "zeros": 0, "indices": 0, "unquantized": 73728 * 16}
+    assert report["bpw"] == 16
+    assert report["other"] == OTHER_WEIGHTS * 16 == 103424
+    assert report["bytes"] == (73728 + 6464) * 2 and report["bits"] == 8 * report["bytes"]
 
 
 def test_a_plain_model_computed_in_float32_but_stored_in_16_bits():
@@ -44,30 +45,30 @@ def test_a_plain_model_computed_in_float32_but_stored_in_16_bits():
 
 
 def test_rtn_in_groups_of_32():
-    got = bits.report(quantized(rtn, rtn.Config(group=32)))
+    report = bits.report(quantized(rtn, rtn.Config(group=32)))
     groups = 73728 // 32
-    assert got["block"] == {
+    assert report["block"] == {
         "codes": 73728 * 4,
         "scales": groups * 16,
         "zeros": groups * 4,
         "indices": 0,
         "unquantized": 0,
     }
-    assert got["bpw"] == 4 + 20 / 32
-    assert got["bytes"] == (294912 + 36864 + 9216 + 103424) // 8 == 55552
+    assert report["bpw"] == 4 + 20 / 32
+    assert report["bytes"] == (294912 + 36864 + 9216 + 103424) // 8 == 55552
 
 
 def test_rtn_symmetric_3_bits_per_channel():
-    got = bits.report(quantized(rtn, rtn.Config(bits=3, symmetric=True, scale_dtype="float32")))
-    assert got["block"] == {"codes": 73728 * 3, "scales": 1024 * 32, "zeros": 0, "indices": 0, "unquantized": 0}
-    assert got["bpw"] == 3 + 32 * 1024 / 73728
+    report = bits.report(quantized(rtn, rtn.Config(bits=3, symmetric=True, scale_dtype="float32")))
+    assert report["block"] == {"codes": 73728 * 3, "scales": 1024 * 32, "zeros": 0, "indices": 0, "unquantized": 0}
+    assert report["bpw"] == 3 + 32 * 1024 / 73728
 
 
 def test_act_order_pays_for_its_index():
-    got = bits.report(quantized(gptq, gptq.Config(group=32, act_order=True)))
-    assert got["block"]["indices"] == 2 * (6 * 64 + 128) * 32
+    report = bits.report(quantized(gptq, gptq.Config(group=32, act_order=True)))
+    assert report["block"]["indices"] == 2 * (6 * 64 + 128) * 32
     static = bits.report(quantized(gptq, gptq.Config(group=32, act_order=True, static_groups=True)))
-    assert got["bits"] - static["bits"] == 32768
+    assert report["bits"] - static["bits"] == 32768
 
 
 def test_a_layer_left_alone_a_bias_and_what_a_step_reports():
@@ -75,9 +76,9 @@ def test_a_layer_left_alone_a_bias_and_what_a_step_reports():
     rtn.apply(lm, None, rtn.Config(group=32))
     del lm.weights["model.layers.1.mlp.down_proj"]
     lm.extra_bits = {"compensators": 1000, "scales": 24}
-    got = bits.report(lm)
+    report = bits.report(lm)
     rest = 73728 - 8192
-    assert got["block"] == {
+    assert report["block"] == {
         "codes": rest * 4,
         "scales": rest // 2 + 24,
         "zeros": rest // 8,
@@ -85,18 +86,19 @@ def test_a_layer_left_alone_a_bias_and_what_a_step_reports():
         "unquantized": 8192 * 16,
         "compensators": 1000,
     }
-    assert got["bpw"] == sum(got["block"].values()) / 73728
-    assert got["other"] == (2 * 96 * 64 + 5 * 64 + 2 * 128) * 16  # embedding and head apart, norms, q, k and v biases
+    assert report["bpw"] == sum(report["block"].values()) / 73728
+    norms_and_biases = 5 * 64 + 2 * 128  # biases of q, k and v
+    assert report["other"] == (2 * 96 * 64 + norms_and_biases) * 16  # embedding and head apart
 
 
 def test_a_quantized_head_tied_to_the_embedding_counts_once():
     lm = LowBitModel(tiny.model("llama").half())
     head = lm.model.lm_head.weight
     lm.set_weight("lm_head", rtn.grid.rtn(head.data, rtn.Config(group=64)))
-    got = bits.report(lm)
+    report = bits.report(lm)
     assert lm.model.model.embed_tokens.weight is head
-    assert got["other"] == 96 * (64 * 4 + 16 + 4) + 5 * 64 * 16
-    assert got["bpw"] == 16
+    assert report["other"] == 96 * (64 * 4 + 16 + 4) + 5 * 64 * 16
+    assert report["bpw"] == 16
 
 
 def test_a_model_without_memory():
@@ -134,7 +136,9 @@ WIDTHS = {"A": 16, "B": 16, "W1": 16, "b1": 16, "W2": 16, "b2": 16, "A_scale": 3
 
 
 def test_every_method_is_packed():
-    steps = {step.name for text in METHODS.values() for step in recipe.parse(text).steps}
+    steps = set()
+    for text in METHODS.values():
+        steps |= {step.name for step in recipe.parse(text).steps}
     others = {"q4_k", "bitbybit", "sliced", "matquant", "group_qat", "planted", "load", "hqq", "dns"}
     assert steps == set(recipe.STEPS) - others, (
         "formats of their own: test_q4_k, test_bitbybit, test_qat and test_baselines hold them"
@@ -168,11 +172,12 @@ def test_one_layer_packed_has_the_bytes_that_are_counted_and_gives_the_same_weig
         for key, tensor in attachment.tensors.items():
             assert 8 * tensor.dtype.itemsize == (8 if eight and key in ("A", "B") else WIDTHS[key]), key
         assert attachment.stored_bits() == 8 * sum(len(t.numpy().tobytes()) for t in attachment.tensors.values())
-    whole = {kind: sum(one.stored_bits()[kind] for one in lm.weights.values()) for kind in counted}
-    beside = {a.step: 0 for each in lm.attachments.values() for a in each}
-    for a in chain.from_iterable(lm.attachments.values()):
-        beside[a.step] += a.stored_bits()
-    assert bits.report(lm)["block"] == whole | beside | {"unquantized": 0}
+    of_model = Counter({"unquantized": 0} | dict.fromkeys(counted, 0))
+    for weight in lm.weights.values():
+        of_model.update(weight.stored_bits())
+    for attachment in chain.from_iterable(lm.attachments.values()):
+        of_model[attachment.step] += attachment.stored_bits()
+    assert bits.report(lm)["block"] == of_model
 
 
 # --- memory by arithmetic ---------------------------------------------------------------------------------------------
@@ -192,9 +197,9 @@ def test_arithmetic_on_a_shape_is_what_a_model_of_that_shape_stores(text, count)
     lm = LowBitModel(tiny.model("llama").half() if text == "fp16" else tiny.model("llama"))
     for step in recipe.parse(text).steps:
         step.module.apply(lm, tiny.tokens(), step.config)
-    got = bits.report(lm, float_bits=16)
-    totals = {key: got[key] for key in ("bpw", "bytes", "block_weights")}
-    mean = {f"bits/{kind}": n for kind, n in (got["block"] | totals).items()}
+    report = bits.report(lm, float_bits=16)
+    totals = {key: report[key] for key in ("bpw", "bytes", "block_weights")}
+    mean = {f"bits/{kind}": n for kind, n in (report["block"] | totals).items()}
     params = storage.Storage(count)
     if count in ("compensation", "share") and " + " not in text:
         assert params.exact(recipe.parse(text).steps, TINY) is None  # nothing compensates

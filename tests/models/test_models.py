@@ -55,9 +55,9 @@ def refused(name, **kwargs):
     return text
 
 
-def flip(path, place):
+def flip(path, position):
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[position] ^= 1
     path.write_bytes(content)
 
 
@@ -326,10 +326,10 @@ def test_a_revision_that_is_not_pinned_is_refused(revision, hub):
 
 
 def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch):
-    asked = {}
+    request = {}
 
     def from_pretrained(**kwargs):
-        asked.update(kwargs)
+        request.update(kwargs)
         raise OSError("We couldn't connect to the hub\nand more lines")
 
     monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", lambda *_, **__: ({}, {}))
@@ -340,8 +340,8 @@ def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch):
         text == "model 'meta-llama/Llama-3.2-1B@4e20de3' cannot be loaded; check its config.json and weights "
         "(We couldn't connect to the hub and more lines)"
     )
-    assert asked["pretrained_model_name_or_path"] == "meta-llama/Llama-3.2-1B" and asked["revision"] == "4e20de3"
-    assert asked["trust_remote_code"] is False and asked["use_safetensors"] is True
+    assert request["pretrained_model_name_or_path"] == "meta-llama/Llama-3.2-1B" and request["revision"] == "4e20de3"
+    assert request["trust_remote_code"] is False and request["use_safetensors"] is True
 
 
 def test_an_at_sign_in_a_local_folder(saved, tmp_path):

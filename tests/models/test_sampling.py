@@ -36,8 +36,8 @@ def test_tokens_come_as_often_as_the_model_says():
         drawn = sample(model, 20_000, 2, 0, temperature)[:, 1]
         with torch.no_grad():
             want = torch.softmax(model(torch.zeros(1, 1, dtype=torch.int64)).logits[0, 0] / temperature, -1)
-        got = drawn.bincount(minlength=len(want)) / len(drawn)
-        assert ((got - want).abs() < 5 * (want / len(drawn)).sqrt() + 1e-4).all(), temperature
+        shares = drawn.bincount(minlength=len(want)) / len(drawn)
+        assert ((shares - want).abs() < 5 * (want / len(drawn)).sqrt() + 1e-4).all(), temperature
 
 
 def test_sampling_with_a_cache_follows_the_whole_prefix():

@@ -1,6 +1,7 @@
 """The bench of offloading on a tiny shape and few prompts: what it writes, what it skips, what a fault leaves."""
 
 import json
+from itertools import chain
 
 import pytest
 import torch
@@ -34,16 +35,16 @@ def small(monkeypatch):
 def test_every_measurement_is_written_once(small, tmp_path, capsys):
     words = ["--out", str(tmp_path), "--device", "cpu", "--memory", "6.2MiB"]
     bench.main([*words, "--only", "llama8b", "memory", "lossless-float32"])
-    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    facts_of = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     shapes = {f"llama8b-{name}" for name in ("sync", "prefetch", "speculate", "step", "whole")}
-    assert set(found) == shapes | {"memory", "memory-plain", "lossless-float32"}
-    long, plain = found["memory"], found["memory-plain"]
+    assert set(facts_of) == shapes | {"memory", "memory-plain", "lossless-float32"}
+    long, plain = facts_of["memory"], facts_of["memory-plain"]
     assert long["tokens"] == plain["tokens"] == 40 and long["streamed_bytes"] and plain["streamed_bytes"]
     assert (long["iterations"], plain["iterations"]) == (8, 39), "39 tokens after the prefill's, five at once or one"
-    speculate = found["llama8b-speculate"]
+    speculate = facts_of["llama8b-speculate"]
     assert speculate["nodes"] == 16 and len(speculate["seconds"]) >= 1 and speculate["draft_pass_s"] > 0
-    assert speculate["streamed_bytes"] > 0 and len(found["llama8b-sync"]["seconds"]) == 2
-    lossless = found["lossless-float32"]
+    assert speculate["streamed_bytes"] > 0 and len(facts_of["llama8b-sync"]["seconds"]) == 2
+    lossless = facts_of["lossless-float32"]
     assert (lossless["prompts"], lossless["disagreements"], lossless["unexplained"]) == (2, 0, 0)
     capsys.readouterr()
     bench.main([*words, "--only", "llama8b", "memory", "lossless-float32"])
@@ -53,22 +54,22 @@ def test_every_measurement_is_written_once(small, tmp_path, capsys):
 def test_a_whole_run_accepts_what_the_record_says(small, tmp_path):
     """The tree's best node of a level with its ancestors: a path of the very length, whatever random weights say."""
     made = bench.OffloadBench(tmp_path, torch.device("cpu"), "6.2MiB", [])
-    found = made.whole("llama8b")
-    assert (found["prompts"], found["tokens"], found["iterations"]) == (2, 20, 7) and len(found["seconds"]) == 5
-    per_iteration = found["tokens"] / found["iterations"]
-    assert found["calculated_tokens_per_s"] == pytest.approx(per_iteration / found["iteration_s"])
-    spent = sum(found["prefill_seconds"]) + sum(found["seconds"])
-    assert found["tokens_per_s"] == pytest.approx(20 / spent)
-    assert found["ratio"] == pytest.approx(found["tokens_per_s"] / found["calculated_tokens_per_s"])
-    assert found["decode_ratio"] == pytest.approx(5 * found["iteration_s"] / sum(found["seconds"]))
+    facts = made.whole("llama8b")
+    assert (facts["prompts"], facts["tokens"], facts["iterations"]) == (2, 20, 7) and len(facts["seconds"]) == 5
+    per_iteration = facts["tokens"] / facts["iterations"]
+    assert facts["calculated_tokens_per_s"] == pytest.approx(per_iteration / facts["iteration_s"])
+    spent = sum(facts["prefill_seconds"]) + sum(facts["seconds"])
+    assert facts["tokens_per_s"] == pytest.approx(20 / spent)
+    assert facts["ratio"] == pytest.approx(facts["tokens_per_s"] / facts["calculated_tokens_per_s"])
+    assert facts["decode_ratio"] == pytest.approx(5 * facts["iteration_s"] / sum(facts["seconds"]))
 
 
 def test_recorded_lengths_are_paths_of_the_tree(small):
     engine = bench.of_shape("shape/tiny", "6.2MiB", bench.DRAFT, 96, torch.device("cpu"), torch.float32)
     batch = bench.ReplayedDraft(engine._decoding([[7] * 9], 14, bench.Sampling(), 0), [6, 1, 3, 3])
     text = []
-    for found in engine._run(batch):
-        text += found
+    for piece in engine._run(batch):
+        text += piece
         if len(text) > 1 and len(batch.path) > 1:
             parents = batch.drafter.tree.parents.tolist()
             assert [parents[node] for node in batch.path[1:]] == batch.path[:-1] and batch.path[0] == 0
@@ -81,9 +82,10 @@ def test_the_record_is_spread_over_iterations_of_whole_tokens():
 
 
 def test_the_stored_record_has_forty_prompts():
-    found = bench.recorded_lengths()
-    assert len(found) == 40 and all(1 <= length <= 49 for one in found for length in one)
-    tokens, iterations = sum(map(sum, found)) + 40, sum(map(len, found)) + 40
+    lengths = bench.recorded_lengths()
+    assert len(lengths) == 40
+    assert all(1 <= length <= 49 for length in chain.from_iterable(lengths))
+    tokens, iterations = sum(map(sum, lengths)) + 40, sum(map(len, lengths)) + 40
     assert 30 < tokens / iterations < 40
 
 
@@ -112,12 +114,12 @@ def test_a_disagreement_is_measured_in_the_passes_that_chose_the_tokens(pair):
     plain, ours = pair
     ids = list(range(5, 25))
     own = next(plain.generate([ids], 8)).tokens
-    got = [*own[:5], own[5] + 1, *own[6:]]
-    found = bench.disagreement(plain, ours, plain, ids, own, got)
+    tokens = [*own[:5], own[5] + 1, *own[6:]]
+    facts = bench.disagreement(plain, ours, plain, ids, own, tokens)
     logits = plain.logits([*ids, *own[:5]])[-1]
-    assert found["token"] == 5 and (found["own"], found["got"]) == ([own[5]], [own[5] + 1])
-    assert found["gap"] == pytest.approx((logits[own[5]] - logits[own[5] + 1]).item(), abs=1e-3)
-    assert 0 <= found["moved"] < 1e-3 < found["gap"] and not bench.explained(found, torch.bfloat16)
+    assert facts["token"] == 5 and (facts["own"], facts["got"]) == ([own[5]], [own[5] + 1])
+    assert facts["gap"] == pytest.approx((logits[own[5]] - logits[own[5] + 1]).item(), abs=1e-3)
+    assert 0 <= facts["moved"] < 1e-3 < facts["gap"] and not bench.explained(facts, torch.bfloat16)
 
 
 def test_the_trees_logits_are_those_that_verified(pair, monkeypatch):
@@ -138,12 +140,12 @@ def test_the_trees_logits_are_those_that_verified(pair, monkeypatch):
         return y
 
     monkeypatch.setattr(type(ours.model.head), "__call__", pushed)
-    got = next(ours.generate([ids], 8)).tokens
-    found = bench.disagreement(plain, ours, plain, ids, own, got)
-    assert found["token"] >= 1 and found["got"] == [7]
-    wanted = 2000 + 1000 * (found["own"] == [own[4]])
-    assert found["moved"] == pytest.approx(wanted, abs=1) and found["tree_error"] == pytest.approx(2000, abs=1)
-    assert found["gap"] < found["moved"] and not bench.explained(found, torch.bfloat16)  # moved, but not by rounding
+    tokens = next(ours.generate([ids], 8)).tokens
+    facts = bench.disagreement(plain, ours, plain, ids, own, tokens)
+    assert facts["token"] >= 1 and facts["got"] == [7]
+    wanted = 2000 + 1000 * (facts["own"] == [own[4]])
+    assert facts["moved"] == pytest.approx(wanted, abs=1) and facts["tree_error"] == pytest.approx(2000, abs=1)
+    assert facts["gap"] < facts["moved"] and not bench.explained(facts, torch.bfloat16)  # moved, but not by rounding
 
 
 def test_rounding_explains_what_lies_within_the_difference_of_the_passes():
@@ -178,9 +180,8 @@ def test_a_share_of_the_bus_leaves_out_what_came_before_the_span():
 def test_every_copy_of_a_pass_is_noted_once(small):
     engine = bench.of_shape("shape/tiny", "6.2MiB", bench.DRAFT, 96, torch.device("cpu"), torch.float32)
     traffic = bench.traffic_of(engine)
-    next_before = sum(lane.loaded >= 0 for lane in {block.down.lane for block in engine.model.blocks
-                                                    if hasattr(block.down, "lane")})  # fmt: skip
-    assert next_before == 0
+    lanes = {block.down.lane for block in engine.model.blocks if hasattr(block.down, "lane")}
+    assert not any(lane.loaded >= 0 for lane in lanes)
     engine.phases = True
     bench.timed(engine, 1)
     traffic.start()
@@ -201,8 +202,8 @@ def test_a_planted_fault_is_a_disagreement(small, monkeypatch):
     monkeypatch.setattr(
         bench.Loaded, "streamed", lambda self, names, real=bench.Loaded.streamed: _scaled(real(self, names))
     )
-    found = bench.lossless(torch.device("cpu"), torch.float32, {"mt-bench": 2})
-    assert found["disagreements"] == found["unexplained"] == 2
+    facts = bench.lossless(torch.device("cpu"), torch.float32, {"mt-bench": 2})
+    assert facts["disagreements"] == facts["unexplained"] == 2
 
 
 def _scaled(pair):

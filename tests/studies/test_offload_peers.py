@@ -33,12 +33,12 @@ def tiny(monkeypatch):
 def test_both_are_timed_once(tiny, tmp_path, capsys):
     words = ["--out", str(tmp_path), "--shape", "tiny", "--device", "cpu"]
     peers.main(words)
-    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    facts_of = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     rows = ("accelerate", "accelerate-assisted", "llamacpp", "llamacpp-calculated")
-    assert set(found) == {f"tiny-{row}" for row in rows}
-    alone = found["tiny-accelerate"]
+    assert set(facts_of) == {f"tiny-{row}" for row in rows}
+    alone = facts_of["tiny-accelerate"]
     assert alone["status"] == "ok" and len(alone["seconds"]) == 3 and 0 < alone["pass_s"] < 10
-    assert found["tiny-accelerate-assisted"]["status"] == "ok" and found["tiny-accelerate-assisted"]["pass_s"] > 0
+    assert facts_of["tiny-accelerate-assisted"]["status"] == "ok" and facts_of["tiny-accelerate-assisted"]["pass_s"] > 0
     capsys.readouterr()
     peers.main(words)
     assert capsys.readouterr().out == ""
@@ -56,17 +56,17 @@ def test_too_little_memory_is_a_status(tiny, tmp_path, monkeypatch):
 
 def test_the_largest_share_that_runs_is_taken(tiny, monkeypatch):
     """As on a GPU whose memory two of the shares exceed; a small model's room is taken off the limit first."""
-    asked, offloaded = [], peers.offloaded
+    shares, offloaded = [], peers.offloaded
 
     def full(model, weights, device):
-        asked.append(weights)
+        shares.append(weights)
         if weights > 0.65e6:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return offloaded(model, weights, device)
 
     monkeypatch.setattr(peers, "offloaded", full)
-    found = peers.measured("tiny", "1000000", torch.device("cpu"), assisted=False)
-    assert asked == pytest.approx([0.8e6, 0.7e6, 0.6e6]) and (found["status"], found["share"]) == ("ok", 0.6)
+    facts = peers.measured("tiny", "1000000", torch.device("cpu"), assisted=False)
+    assert shares == pytest.approx([0.8e6, 0.7e6, 0.6e6]) and (facts["status"], facts["share"]) == ("ok", 0.6)
     assert peers.measured("tiny", "1000000", torch.device("cpu"), assisted=True)["share"] == 0.8
     with pytest.raises(torch.OutOfMemoryError):
         peers.measured("tiny", "2000000", torch.device("cpu"), assisted=False)
@@ -93,8 +93,8 @@ def test_llama_cpp_is_timed_where_it_is_installed(tiny, tmp_path, monkeypatch):
     assert "name one with --gguf" in peers.llamacpp("tiny", "8GiB", None)["why"]
     gguf = tmp_path / "tiny.gguf"
     gguf.touch()
-    found = peers.llamacpp("tiny", "8GiB", gguf)
-    assert found["status"] == "ok" and found["pass_s"] == pytest.approx(2.0) and found["layers_on_device"] == 2
+    facts = peers.llamacpp("tiny", "8GiB", gguf)
+    assert facts["status"] == "ok" and facts["pass_s"] == pytest.approx(2.0) and facts["layers_on_device"] == 2
     assert f"-m {gguf} -ngl 2 -p 0 -n 3" in program.with_name("llama-bench.words").read_text()
     program.write_text("#!/bin/sh\necho no memory >&2\nexit 3\n")
     with pytest.raises(UserError, match="llama-bench ended with 3: no memory"):
@@ -107,8 +107,8 @@ def test_the_calculated_line_reads_every_weight_where_it_lies(tiny, monkeypatch)
     monkeypatch.setattr(peers, "host_read_rate", lambda nbytes: 1e6)
     for blocks in (0, 1, 2):
         memory = str(int((head + blocks * block) / 0.8) + 1)
-        found = peers.calculated("tiny", memory, torch.device("cpu"))
-        assert found["layers_on_device"] == blocks and found["pass_s"] == pytest.approx((2 - blocks) * block / 1e6)
+        facts = peers.calculated("tiny", memory, torch.device("cpu"))
+        assert facts["layers_on_device"] == blocks and facts["pass_s"] == pytest.approx((2 - blocks) * block / 1e6)
     assert peers.layers_on_device("tiny", str(int((head + 2 * block) / 0.8) - 1)) == 1
     assert peers.calculated("tiny", "1KiB", torch.device("cpu"))["layers_on_device"] == 0
     monkeypatch.setattr(peers.fit, "read_rate", lambda device: 1e7)

@@ -30,8 +30,8 @@ def extra(files, log):
     """What mixtures took beyond the static steps, token by token along a log of the tiny shape."""
     known = {0.0: 0.0, 1.0: 0.0, 2.0: 0.0}
     for share in (0.25, 0.5, 0.75, 1.25, 1.5, 1.75):
-        found = files[f"mixed-random-{share}"]
-        known[share] = found["ms"] - found["expected ms"]
+        facts = files[f"mixed-random-{share}"]
+        known[share] = facts["ms"] - facts["expected ms"]
     sizes, total = {"q": 128 * 128, "k": 64 * 128, "v": 64 * 128, "o": 128 * 128, "gate": 256 * 128}, 0.0
     sizes |= {"up": sizes["gate"], "down": sizes["gate"]}
     everything = 3 * sum(sizes.values())
@@ -52,7 +52,7 @@ def test_every_measurement_is_a_file_that_is_made_once(bench, tmp_path, capsys):
     assert around["buffer bytes"] <= 0.1 * around["bytes of the first width's layers"]
     tables = 4 * SHAPE["vocab_size"] * SHAPE["hidden_size"]  # the embedding in float32, which is the head
     assert around["bytes of the first width"] == around["bytes of the first width's layers"] + tables
-    assert all(found["shape"] == "shape/tiny" and "device" in found and "commit" in found for found in files.values())
+    assert all(facts["shape"] == "shape/tiny" and "device" in facts and "commit" in facts for facts in files.values())
     assert files["mixed-model-1.0"]["expected ms"] == pytest.approx(files["step-8-8"]["ms"])
     half = files["mixed-model-0.5"]["expected ms"]
     assert min(files["step-16-8"]["ms"], files["step-8-8"]["ms"]) <= half * (1 + 1e-9)
@@ -78,9 +78,9 @@ def test_a_recorded_run_is_replayed_at_its_own_steps(bench, tmp_path):
     bench.files.only = ("step", "mixed-random", "switch-ahead", "whole")
     bench.log = tmp_path / "log.parquet"
     bench.run()
-    found = json.loads((tmp_path / "whole.json").read_text())
-    assert [step for step, _, _ in found["log"]] == [5] * 4 + [12] * 4 + [20] * 4
-    assert found["replayed"].endswith("log.parquet") and not (tmp_path / "signal.json").exists()
+    facts = json.loads((tmp_path / "whole.json").read_text())
+    assert [step for step, _, _ in facts["log"]] == [5] * 4 + [12] * 4 + [20] * 4
+    assert facts["replayed"].endswith("log.parquet") and not (tmp_path / "signal.json").exists()
     observations.save(tmp_path / "log.parquet", {"kl 0": Series(np.array([1.0]), "tokens")}, {})
     with pytest.raises(UserError, match="no text of this run switched"):
         precision.switch_steps(bench.log, 4)

@@ -37,15 +37,15 @@ def bench(tmp_path, monkeypatch):
 def test_every_measurement_is_a_file_that_is_made_once(bench, tmp_path, capsys):
     assert bench.run() == []
     files = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert all("device" in found and "commit" in found for found in files.values())
+    assert all("device" in facts and "commit" in facts for facts in files.values())
     assert files["check"]["active_inputs"] == 0 and files["check"]["zigzag_sparse"] < 0.5
     half = files["gemv-300x256-50"]
     assert half["listed bytes"] == 128 * 2 * 144 and half["sparse relerr"] < 4e-3
     assert {"naive us", "without load balance us", "dense rows us", "floor us"} <= half.keys()
     assert "naive us" not in files["gemv-300x256-25"] and "break-even %" in files["even-300x256"]
-    steps = {name.removeprefix("step-tiny-"): found for name, found in files.items() if name.startswith("step")}
+    steps = {name.removeprefix("step-tiny-"): facts for name, facts in files.items() if name.startswith("step")}
     assert steps.keys() == sparse.HOW.keys()
-    lists = {how: found["lists"] for how, found in steps.items()}
+    lists = {how: facts["lists"] for how, facts in steps.items()}
     assert (lists["s50"], lists["s50-naive"]) == (1, 4) and lists["zigzag"] == lists["s50-masked"] == 0
     assert steps["rows"]["read_bytes"] < steps["bf16"]["read_bytes"]
     capsys.readouterr()

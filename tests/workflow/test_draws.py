@@ -32,7 +32,7 @@ def pocket():
 
 def log_damages(measure):
     """By row, role and seed, straight from the stored series."""
-    full, found = {}, {}
+    full, damages = {}, {}
     rows = accepted.of_table("spear/seeds")
     for row in rows:
         for seed in accepted.series(row):
@@ -45,15 +45,18 @@ def log_damages(measure):
                 role, _, kind = name.rpartition(":")
                 if kind == measure and role != "f":
                     lost = one.values.mean() - (full[row.stand_in, one.group] if measure == "nll" else 0)
-                    found.setdefault((row.row, row.model, row.metric), {}).setdefault(role, {})[number] = math.log(lost)
-    return found
+                    by_role = damages.setdefault((row.row, row.model, row.metric), {})
+                    by_role.setdefault(role, {})[number] = math.log(lost)
+    return damages
 
 
 @pytest.mark.parametrize("measure, cells", [("nll", (30, 6)), ("kl", (15, 3))])
 def test_the_pool_is_that_of_the_stored_seeds(measure, cells):
     both, alone, products, squares = [], [], 0.0, 0.0
     for roles in log_damages(measure).values():
-        values = {role: np.array([seeds[number] for number in range(3)]) for role, seeds in roles.items()}
+        values = {}
+        for role, seeds in roles.items():
+            values[role] = np.array([seeds[number] for number in range(3)])
         if "" in values:
             alone.append(values[""].var(ddof=1))
             continue
@@ -170,10 +173,10 @@ def test_one_seed_covers_what_other_seeds_would_give():
         spread = np.array([QUANTIZER, COMPENSATOR]) * np.sqrt(random.chisquare(60, 2) / 60)
         parts = setting(random, spread)
         for expression, truth in EXPRESSIONS.items():
-            got = compose(expression, parts).interval()
-            inside[expression] += got.lo <= truth <= got.hi
+            interval = compose(expression, parts).interval()
+            inside[expression] += interval.lo <= truth <= interval.hi
         without = compose("b - f", {name: dataclasses.replace(one, draws={}) for name, one in parts.items()}).interval()
         bare += without.lo <= EXPRESSIONS["b - f"] <= without.hi
-    assert (got.covers, without.covers) == ("windows and pooled seeds", "windows only")
+    assert (interval.covers, without.covers) == ("windows and pooled seeds", "windows only")
     assert all(0.92 <= count / SETTINGS <= 0.97 for count in inside.values()), inside
     assert bare / SETTINGS < 0.7, "what one seed covers by its windows alone"

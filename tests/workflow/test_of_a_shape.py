@@ -23,7 +23,10 @@ def cells(flow, name, kind="table"):
 
 
 def test_every_metric_that_times_what_its_shape_names_says_so():
-    named = {name for name, kind in KINDS.items() if "shape" in {field.name for field in dataclasses.fields(kind)}}
+    named = set()
+    for name, kind in KINDS.items():
+        if "shape" in [field.name for field in dataclasses.fields(kind)]:
+            named.add(name)
     assert {name for name, kind in KINDS.items() if kind.SHAPED} == named
     assert named == {"offload_time", "timeline", "shape_decode", "serving", "parallel_decode"}
 
@@ -44,9 +47,9 @@ def test_times_of_shapes_alone_are_of_grade_b(flow, name, kind):
 
 
 def test_lists_of_a_stand_in_are_of_that_stand_in(flow):
-    found = {cell.row: (cell.stand_in, flow.grade(cell)) for cell in cells(flow, "spqt/decode") if "13B" in cell.col}
-    assert found["50 %"] == found["Q4_K in rows"] == ("shape/Llama-2-13B", "B")
-    assert found["50 %, lists of the stand-in"] == found["50 %, TEAL, lists of the stand-in"] == ("pocket-10m", "C")
+    by_row = {cell.row: (cell.stand_in, flow.grade(cell)) for cell in cells(flow, "spqt/decode") if "13B" in cell.col}
+    assert by_row["50 %"] == by_row["Q4_K in rows"] == ("shape/Llama-2-13B", "B")
+    assert by_row["50 %, lists of the stand-in"] == by_row["50 %, TEAL, lists of the stand-in"] == ("pocket-10m", "C")
 
 
 def test_accepted_tokens_over_a_time_of_a_shape_are_of_the_stand_in(flow):
@@ -70,8 +73,10 @@ def test_a_shape_does_not_make_up_for_a_stand_in_that_an_operand_needs(flow):
 
 
 def test_a_table_says_what_each_model_is_measured_on(flow):
-    heads = {name: [row[0] for row in content.sheet(table_results(flow, *name.split("/"))).rows if len(row) == 1]
-             for name in ("subspec/3", "subspec/1", "spqt/decode", "spear/5", "subspec/5", "bitbybit/1")}  # fmt: skip
+    heads = {}
+    for name in ("subspec/3", "subspec/1", "spqt/decode", "spear/5", "subspec/5", "bitbybit/1"):
+        sheet = content.sheet(table_results(flow, *name.split("/")))
+        heads[name] = [row[0] for row in sheet.rows if len(row) == 1]
     assert heads["subspec/3"] == ["Llama-3.1-8B; here: pocket-10m, grade C; shape/Llama-3.1-8B, grade B"]
     assert "Qwen2.5-7B-Instruct; here: pocket-10m, grade C; shape/Qwen2.5-7B, grade B" in heads["subspec/1"]
     assert "Qwen2.5-32B-Instruct; here: shape/Qwen2.5-32B, grade B" in heads["subspec/1"]

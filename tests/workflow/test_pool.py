@@ -37,18 +37,18 @@ RUN = ("run", "spear/table1", "spear/figure13", "--side-by-side", 2)
 
 
 def test_the_same_bytes_as_snakemake_and_nothing_left_for_it_but_drawing(built, tmp_path):
-    place = dag.folder(tmp_path / "work")
-    done = dag.quick(dag.repro(*RUN), place, built.twin)
+    folder = dag.folder(tmp_path / "work")
+    done = dag.quick(dag.repro(*RUN), folder, built.twin)
     assert done.code == 0 and "FAILED" not in done.text, done.text
-    assert dag.observed(place) == built.observed
-    again = dag.quick(dag.repro(*RUN), place, built.twin)
+    assert dag.observed(folder) == built.observed
+    again = dag.quick(dag.repro(*RUN), folder, built.twin)
     assert again.code == 0 and again.text == "", again.text
-    assert dag.dry_run(place, built.twin, dag.TARGET, dag.PLOT) == {
+    assert dag.dry_run(folder, built.twin, dag.TARGET, dag.PLOT) == {
         f"table {dag.TARGET}", f"figure {dag.PLOT}"
     }, "Snakemake takes what lies there"  # fmt: skip
     for name in ("spear/table1", "spear/figure13"):
-        assert dag.quick(dag.repro("table", name), place, built.twin).code == 0
-    assert dag.outputs(place) == built.tables
+        assert dag.quick(dag.repro("table", name), folder, built.twin).code == 0
+    assert dag.outputs(folder) == built.tables
 
 
 def test_what_cannot_be_done_is_a_status_with_its_reason(built):
@@ -82,11 +82,11 @@ def begun(label, until):
         time.sleep(0.01)
 
 
-def work(job, found, folder, origin):
-    given = job.parsed_options()
-    match given["do"]:
+def work(job, needs, folder, origin):
+    options = job.parsed_options()
+    match options["do"]:
         case "fail":
-            Path(given.get("tries", os.devnull)).open("a").write("x")
+            Path(options.get("tries", os.devnull)).open("a").write("x")
             raise UserError("this cannot\nwork")
         case "break":
             raise ZeroDivisionError("a bug")
@@ -97,16 +97,16 @@ def work(job, found, folder, origin):
         case "die":
             os._exit(9)
         case "crowd":
-            Path(given["tries"]).open("a").write("x")
-            if len(Path(given["tries"]).read_text()) <= given["times"]:
+            Path(options["tries"]).open("a").write("x")
+            if len(Path(options["tries"]).read_text()) <= options["times"]:
                 raise Crowded("the GPU's memory did not suffice beside 100 GiB of other programs")
         case "train":
             for _ in tqdm(range(3), "loss goes down", mininterval=0, leave=False):
                 print("a note", file=sys.stderr)
         case "hold":
             began = time.monotonic()
-            begun(job.label, given["until"])
-            facts = [began, time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES"), given["bytes"], os.getpid()]
+            begun(job.label, options["until"])
+            facts = [began, time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES"), options["bytes"], os.getpid()]
             (folder / "held.json").write_text(json.dumps(facts))
     print("said by", job.label)
     observations.save(folder / observations.FILE, {"x": Series(np.ones(3), "windows")}, origin)
@@ -376,10 +376,10 @@ def test_a_refusal_that_cannot_be_read_is_not_called_damaged(tmp_path):
 
 def test_the_mps_daemon_sees_every_gpu(monkeypatch):
     """It would number anew those that it was told of, and a worker on card 1 would find none."""
-    told = []
+    calls = []
 
     def run(words, **how):
-        told.append((words, how.get("env", {})))
+        calls.append((words, how.get("env", {})))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -387,7 +387,7 @@ def test_the_mps_daemon_sees_every_gpu(monkeypatch):
     monkeypatch.setattr(pool.subprocess, "run", run)
     with pool._mps(1):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
-    (begun, environment), (ended, _) = told
+    (begun, environment), (ended, _) = calls
     assert begun == ["nvidia-cuda-mps-control", "-d"] and ended == ["nvidia-cuda-mps-control"]
     assert "CUDA_VISIBLE_DEVICES" not in environment and "PATH" in environment
 
@@ -396,12 +396,12 @@ def test_the_mps_daemon_sees_every_gpu(monkeypatch):
 def test_workers_stay_on_the_gpus_that_are_visible(monkeypatch, visible, taken):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(pool.built, "BUILD", Path("build"))
-    found = []
-    for place in range(3):
+    seen_by_workers = []
+    for number in range(3):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        pool._begin(place, 2, Path("build"))
-        found.append(os.environ["CUDA_VISIBLE_DEVICES"])
-    assert found == taken
+        pool._begin(number, 2, Path("build"))
+        seen_by_workers.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert seen_by_workers == taken
 
 
 # --- memory of GPUs ---------------------------------------------------------------------------------------------------
@@ -412,13 +412,13 @@ def started(memory, ready, *running, gpus=1):
     workers = [pool.Worker(None, None, i % gpus, one, bool(one) and memory.needs_gpu_alone(one))
                for i, one in enumerate([*running, *[None] * (6 - len(running))])]  # fmt: skip
     order = {one.id: (0, False, i) for i, one in enumerate(ready)}
-    found, ready = [], list(ready)
+    begun_jobs, ready = [], list(ready)
     while pair := pool._next(workers, ready, order, memory):
         worker, one = pair
         ready.remove(one)
         worker.job, worker.alone = one, memory.needs_gpu_alone(one)
-        found.append((one.label, worker.gpu))
-    return found
+        begun_jobs.append((one.label, worker.gpu))
+    return begun_jobs
 
 
 @pytest.fixture
@@ -466,13 +466,13 @@ def test_what_a_worker_measures_decides_what_runs_beside(job, monkeypatch):
     monkeypatch.setattr(pool, "_run", lambda one, run=pool._run: replace(run(one), gpu_bytes=45))
     jobs = [job("first"), *(job(f"job{i}", "hold", bytes=45, until=2) for i in range(4))]
     assert pool.run_all(jobs, 5, turns={jobs[0].id: -1}) == 0
-    held = [json.loads((one.folder / "held.json").read_text()) for one in jobs[1:]]
-    assert max(len(together(held, began)) for began, *_ in held) == 2
+    records = [json.loads((one.folder / "held.json").read_text()) for one in jobs[1:]]
+    assert max(len(together(records, began)) for began, *_ in records) == 2
 
 
-def together(held, moment):
+def together(records, moment):
     """Bytes that are held at a moment."""
-    return [size for began, ended, _, size, _ in held if began <= moment < ended]
+    return [size for began, ended, _, size, _ in records if began <= moment < ended]
 
 
 def test_a_job_that_times_has_its_gpu_to_itself(job, monkeypatch):
@@ -488,8 +488,8 @@ def test_a_job_that_times_has_its_gpu_to_itself(job, monkeypatch):
         workers = [pool.Worker(None, None, int(i == 3), one, bool(one) and memory.needs_gpu_alone(one))
                    for i, one in enumerate(jobs)]  # fmt: skip
         order = {one.id: (0, False, i) for i, one in enumerate(ready)}
-        found = pool._next(workers, ready, order, memory)
-        return found and (found[1].label, found[0].gpu)
+        next_job = pool._next(workers, ready, order, memory)
+        return next_job and (next_job[1].label, next_job[0].gpu)
 
     assert following([], timed, plain) == ("timed", 0)
     assert following([plain], timed, plain) == ("timed", 1), "on the other GPU"
@@ -503,9 +503,9 @@ def test_free_memory_is_that_of_the_visible_gpus(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\necho '0, GPU-aa, 1000'\necho '1, GPU-bb, [N/A]'\necho '2, GPU-cc, 3000'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for visible, found in {"": {0: 1000}, "2,0": {0: 3000, 1: 1000}, "1,GPU-cc": {1: 3000}, "9": {}}.items():
+    for visible, free in {"": {0: 1000}, "2,0": {0: 3000, 1: 1000}, "1,GPU-cc": {1: 3000}, "9": {}}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert machine.free_bytes(2) == {gpu: size * 2**20 for gpu, size in found.items()}
+        assert machine.free_bytes(2) == {gpu: size * 2**20 for gpu, size in free.items()}
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert machine.free_bytes(2) == {}
 
