@@ -75,13 +75,13 @@ class Transformers:
 
     @torch.no_grad()
     def _decode(self, ids: list[int], count: int) -> tuple[list[int], list[float]]:
-        given, cache, tokens, gaps = torch.tensor([ids], device=self.model.device), None, [], []
+        tokens_in, cache, tokens, gaps = torch.tensor([ids], device=self.model.device), None, [], []
         for _ in range(count):
-            out = self.model(input_ids=given, past_key_values=cache, use_cache=True)
+            out = self.model(input_ids=tokens_in, past_key_values=cache, use_cache=True)
             cache, best = out.past_key_values, out.logits[0, -1].topk(2)
             tokens.append(int(best.indices[0]))
             gaps.append(float(best.values[0] - best.values[1]))
-            given = best.indices[None, :1]
+            tokens_in = best.indices[None, :1]
         return tokens, gaps
 
     def disagreements(self, engine: Engine, prompts: list[list[int]], count: int) -> list[str]:

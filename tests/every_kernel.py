@@ -69,16 +69,16 @@ def runs(name: str) -> list[tuple[str, float]]:
         if isinstance(inputs, dict):
             want_inputs = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}
             want = tensors(module.reference(**want_inputs))
-            got = tensors(module.launch(**inputs))
+            output = tensors(module.launch(**inputs))
             if name in LISTS:
-                got[-1] = in_order(got[-1])
+                output[-1] = in_order(output[-1])
             written = [(inputs[n], want_inputs[n]) for n in ("keys", "values") if n in inputs]
-            result.append((str(case), max(error(*pair) for pair in (*zip(got, want), *written))))
+            result.append((str(case), max(error(*pair) for pair in (*zip(output, want), *written))))
             result += [(f"{case} {config}", off) for config, off in others(module, inputs, want)]
         elif name == "dequantize":
             dtype = getattr(torch, case["dtype"])
-            got = module.launch(inputs, dtype)
-            result.append((str(case), error(got, module.reference(inputs))))
+            output = module.launch(inputs, dtype)
+            result.append((str(case), error(output, module.reference(inputs))))
         elif name == "quantize_activation":
             want_q, want_s = module.reference(inputs)
             q, s = module.quantize_activation(inputs)
@@ -89,13 +89,13 @@ def runs(name: str) -> list[tuple[str, float]]:
                 if name == "read_floor":
                     inputs[1].zero_()
                 try:
-                    got = module.launch(*inputs, config=dict(config))
+                    output = module.launch(*inputs, config=dict(config))
                 except ValueError:
                     continue  # not for this shape, or not for this device
                 if name == "read_floor":
                     off = float(module.reference(inputs[0]) != module.reference(inputs[1]))
                 else:
-                    off = error(got, module.reference(*inputs))
+                    off = error(output, module.reference(*inputs))
                 result.append((f"{case} {more or ''} {config}", off))
                 if name == "w8a8_gemm" and config["split"] > 1:
                     result += behind_quantizer(module, inputs, config, str(case))

@@ -683,7 +683,7 @@ SPECS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("file", "text", "named"), SPECS, ids=lambda value: str(value)[-30:])
-def test_specs(checkout, capfd, file, text, named):
+def test_specs_that_mean_nothing(checkout, capfd, file, text, named):
     write(f"checkout/{file}", text)(checkout.parent)
     refused(capfd, PROBES[file], *named)
 

@@ -298,7 +298,7 @@ def test_what_is_stored_beside_the_weights(layout):
     assert changed == {f"{name}.weight" for name in block_linears(lm.model)} | set(lm.dense)
 
 
-def test_is_deterministic():
+def test_two_runs_give_the_same_weights():
     first, second = (quantized(with_outliers("llama"), bits=3, group=32) for _ in range(2))
     for (name, a), b in zip(first.model.named_parameters(), second.model.parameters()):
         assert torch.equal(a, b), name
@@ -335,7 +335,7 @@ def test_a_recipe_names_its_fields():
 
 
 @pytest.mark.parametrize("calibration", [None, torch.empty(0, 16, dtype=torch.int64)])
-def test_without_calibration(calibration):
+def test_without_calibration_it_is_refused(calibration):
     with pytest.raises(UserError, match="awq needs calibration"):
         awq.apply(LowBitModel(tiny.model("llama")), calibration, Config())
 
@@ -369,7 +369,7 @@ def test_activations_that_are_not_finite():
         ({"bits": 1}, "bits is 1"),
     ],
 )
-def test_config_errors(options, message):
+def test_settings_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         Config(**options)
 

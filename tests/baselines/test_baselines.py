@@ -44,7 +44,7 @@ def test_gptq_runs_no_block_for_states_that_nobody_reads():
     assert calls.count(0) - calls.count(1) == 3
 
 
-def test_known_inputs():
+def test_the_generated_inputs_are_the_known_ones():
     sums = [t.double().sum().item() for t in (W, W.double().square(), X, X.double().square())]
     assert sums == pytest.approx([-1.7142367, 36.149397, -334.77684, 213306.12], rel=1e-7)
     assert (W.double() @ X.double().T).square().mean().item() == pytest.approx(0.93972498, rel=1e-7)
@@ -518,7 +518,7 @@ def test_activations_that_are_not_finite():
         gptq.apply(lm, tiny.tokens(), Config())
 
 
-def test_hessian_errors():
+def test_a_singular_or_broken_hessian_is_refused():
     singular = torch.ones(8, 8)
     with pytest.raises(UserError, match="not positive definite with percdamp 0"):
         gptq.gptq(W[:, :8], singular, Config(percdamp=0))
@@ -539,7 +539,7 @@ def test_hessian_errors():
         ({"blocksize": 0}, "blocksize"),
     ],
 )
-def test_config_errors(options, message):
+def test_settings_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         Config(**options)
 

@@ -97,7 +97,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("case", KNOWN)
-def test_known_answers(case):
+def test_every_correction_has_its_known_errors(case):
     weight_error, output_error, S = KNOWN[case]
     assert errors(corrected(S())) == pytest.approx((weight_error, output_error), rel=CLOSE)
 
@@ -490,7 +490,7 @@ def test_bad_input_is_one_sentence(step):
 
 @pytest.mark.parametrize("step", [name for name in COMPENSATORS if BASELINES[name].CALIBRATED])
 @pytest.mark.parametrize("calibration", [None, torch.empty(0, 8, dtype=torch.int64)])
-def test_without_tokens(step, calibration):
+def test_without_tokens_it_is_refused(step, calibration):
     with pytest.raises(UserError, match=f"{step} needs calibration tokens"):
         BASELINES[step].apply(quantized(), calibration, BASELINES[step].Config(rank=1))
 

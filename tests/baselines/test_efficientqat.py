@@ -129,7 +129,7 @@ def test_training_beats_rounding():
     assert result["trained"] < 0.6 * result["rate 0"], result  # 0.2 of it
 
 
-def test_bad_input():
+def test_options_that_mean_nothing_are_refused():
     for text, message in {
         "efficientqat-sym": "takes neither sym nor clip",
         "efficientqat-clip=mse": "takes neither sym nor clip",

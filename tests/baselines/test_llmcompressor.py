@@ -37,7 +37,7 @@ def test_a_gptq_layer(bits, group):
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.85])
-def test_smoothquants_scales(alpha):
+def test_smoothquants_scales_differ_by_a_constant(alpha):
     """Theirs takes ranges, twice the largest magnitudes of a symmetric input: a constant, 1 at one half."""
     module = pytest.importorskip("llmcompressor.modifiers.smoothquant", reason=WHY)
     modifier = module.SmoothQuantModifier(smoothing_strength=alpha, mappings=[[["re:.*q_proj"], "re:.*norm"]])

@@ -195,7 +195,7 @@ def test_wide_open_is_round_to_nearest():
     assert torch.equal(clipping.quantize().dequantize(), grid.rtn(W, config).dequantize())
 
 
-def test_is_deterministic():
+def test_two_runs_give_the_same_weights():
     first, second = (quantized(bits=3, epochs=3) for _ in range(2))
     for name, weight in first.weights.items():
         assert torch.equal(weight.codes, second.weights[name].codes)
@@ -217,7 +217,7 @@ def test_bits_by_hand():
 
 
 @pytest.mark.parametrize("calibration", [None, torch.empty(0, 16, dtype=torch.int64)])
-def test_without_calibration(calibration):
+def test_without_calibration_it_is_refused(calibration):
     with pytest.raises(UserError, match="omniquant needs calibration"):
         omniquant.apply(LowBitModel(tiny.model("llama")), calibration, Config())
 
@@ -238,6 +238,6 @@ def test_activations_that_are_not_finite():
         ({"bits": 9}, "bits is 9"),
     ],
 )
-def test_config_errors(options, message):
+def test_settings_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         Config(**options)

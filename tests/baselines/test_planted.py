@@ -156,11 +156,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_recipes(text):
+def test_recipes_that_mean_nothing_are_refused(text):
     assert BAD[text] in refusal(recipe.parse, text)
 
 
-def test_good_recipes():
+def test_recipes_with_planted_outliers_are_parsed():
     parsed = recipe.parse("planted-factor=8 + bitbybit-w2-g32")
     assert recipe.parse(parsed.name) == parsed and parsed.before == ""
     assert recipe.with_seed(parsed, 3).steps[0] == parsed.steps[0], "seeds of training share the variant"

@@ -40,7 +40,7 @@ def sha256(blocks: torch.Tensor) -> str:
 # --- known answers ----------------------------------------------------------------------------------------------------
 
 
-def test_known_bytes():
+def test_a_known_weight_has_its_known_bytes():
     blocks = q4_k.quantize(W)
     assert blocks.dtype == torch.uint8 and blocks.shape == (64, 144)
     begins = "440b8816f7f8f7f9fbf9fabd96c8ff93 65f7688a71f7cb98"
@@ -53,7 +53,7 @@ def test_known_bytes():
     "importance, weight_error, output_error",
     [(None, 9.0508518e-06, 0.0040040586), (IMPORTANCE, 1.0320617e-05, 0.0015386755)],
 )
-def test_known_errors(importance, weight_error, output_error):
+def test_a_known_weight_has_its_known_errors(importance, weight_error, output_error):
     measured = errors(q4_k.dequantize(q4_k.quantize(W, importance), 256))
     assert measured == pytest.approx((weight_error, output_error), rel=1e-6)
 
@@ -531,6 +531,6 @@ def test_the_shapes_of_a_70b_block():
         (["--repeats", "0", "--device", "cpu"], "repeats is 0; it must be 1 or more"),
     ],
 )
-def test_bad_arguments_of_the_timing(arguments, message, capsys):
+def test_arguments_of_the_timing_that_mean_nothing_are_refused(arguments, message, capsys):
     assert quantize.main(arguments) == 2
     assert message in capsys.readouterr().err

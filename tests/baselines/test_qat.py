@@ -136,7 +136,7 @@ def test_models_in_half_precision(step):
 
 
 @STEPS
-def test_bad_models_texts_and_rates(step):
+def test_models_texts_and_rates_that_do_not_fit_are_refused(step):
     name = step.__name__.rpartition(".")[2]
     with pytest.raises(UserError, match=f"{name} trains on 129 tokens an epoch, the calibration text has 128"):
         made(step, tokens=129)
@@ -194,7 +194,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_options(text):
+def test_options_that_mean_nothing_are_refused(text):
     assert BAD[text] in refusal(recipe.parse, text)
 
 

@@ -205,7 +205,7 @@ def test_outlier_channels_cost_little_once_smoothed():
     assert off[0] < 0.2 * off[1], off
 
 
-def test_bad_input():
+def test_options_that_mean_nothing_are_refused():
     for text, message in {
         "smoothquant-asym": "takes no asym or clip",
         "smoothquant-clip=mse": "takes no asym or clip",

@@ -492,7 +492,7 @@ def test_official_settings_of_its_solver():
     assert recipe.parse("spinquant + rtn").before == ""
 
 
-def test_bad_input():
+def test_options_that_mean_nothing_are_refused():
     for text, message in {
         "spinquant-w9": "bits is 9",
         "spinquant-a9": "act_bits is 9; it must be 16, or 2 to 8",

@@ -425,7 +425,7 @@ def test_a_floor_that_is_unsound_is_nobody_else_s_failure():
     assert not failures
 
 
-def test_misuse():
+def test_a_wrong_mode_and_equal_names_are_refused():
     fake = Fake()
     with pytest.raises(ValueError, match="'cold' or 'warm'"):
         measure([task(kernel(fake))], fake, mode="tepid")

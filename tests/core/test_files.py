@@ -298,7 +298,7 @@ def test_a_lock_where_no_folder_can_be(tmp_path):
             pass
 
 
-def test_hashes(tmp_path):
+def test_hashes_are_hex_digits_of_sha256(tmp_path):
     (tmp_path / "f").write_bytes(b"abc")
     assert sha256(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert short_hash("abc") == "ba7816bf"

@@ -173,7 +173,7 @@ def llama3_tokenizer(folder):
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-def test_names():
+def test_corpora_are_listed_by_name_with_their_hashes():
     assert all(name == corpus.name for name, corpus in CORPORA.items())
     assert all(corpus.on_hub in ["", *ON_HUB] for corpus in CORPORA.values())
     assert all(len(CORPORA[name].sha256) == 64 for name in MIRRORED)
@@ -291,7 +291,7 @@ def test_hub_that_does_not_answer(monkeypatch):
         text("wikitext2-hub", hub=True)
 
 
-def test_unknown_corpus():
+def test_an_unknown_corpus_is_refused():
     with pytest.raises(UserError, match="unknown corpus 'wikitext-2'; did you mean 'wikitext2'"):
         text("wikitext-2")
     with pytest.raises(UserError, match="unknown corpus 'c4'"):

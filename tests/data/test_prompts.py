@@ -33,7 +33,7 @@ def test_the_sets_whose_licence_allows_it_are_in_the_repository(monkeypatch):
         assert all(prompt.turns[0] in prompt.text and prompt.turns[0] for prompt in result)
 
 
-def test_known_prompts():
+def test_known_prompts_are_where_they_belong():
     mt_bench = prompts.load("mt-bench")
     assert mt_bench[0].id == "81" and mt_bench[0].text.startswith("Compose an engaging travel blog post")
     assert mt_bench[0].turns[1] == "Rewrite your previous response. Start every sentence with the letter A."

@@ -125,7 +125,7 @@ def test_scaled_rope_becomes_factors(tmp_path):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_vocabulary(name, tmp_path):
+def test_the_vocabulary_is_the_tokenizers_padded(name, tmp_path):
     tokenizer = tokenizer_of(name, tmp_path)
     result = vocabulary(tokenizer, 390)
     assert (result["tokenizer_pre"], result["add_bos_token"], result["add_eos_token"]) == (name, True, False)

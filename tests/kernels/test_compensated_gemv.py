@@ -66,10 +66,10 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("change, said", BAD, ids=[said[:30] for _, said in BAD])
-def test_what_does_not_fit_is_refused(change, said):
+@pytest.mark.parametrize("change, message", BAD, ids=[message[:30] for _, message in BAD])
+def test_what_does_not_fit_is_refused(change, message):
     inputs = kernel.make_inputs(SMALL[0])
-    with pytest.raises(ValueError, match=f"compensated_gemv: .*({said})"):
+    with pytest.raises(ValueError, match=f"compensated_gemv: .*({message})"):
         kernel.compensated_gemv(**inputs | change)
 
 

@@ -28,7 +28,7 @@ def grid(rows, columns, bits, group, symmetric, seed=0):
     symmetric=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_round_trip(rows, groups, bits, group, symmetric, seed):
+def test_packed_codes_are_unpacked_as_they_were(rows, groups, bits, group, symmetric, seed):
     columns = groups * group if group else 37 * groups
     codes, scales, zeros = grid(rows, columns, bits, group, symmetric, seed)
     packed = pack(codes, scales, zeros, bits, group)

@@ -71,9 +71,11 @@ def test_a_packed_weight_is_unpacked(rows, groups, real, seed):
     codes = torch.randint(0, 4, (rows, 32 * groups), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(rows, groups, generator=generator) * 400 + 0.002).to(torch.float8_e4m3fn)
     zeros = torch.randint(0, 4, (rows, groups), generator=generator) - (0.5 if real else 0)
-    got = form.unpack(form.pack(codes, scales, zeros), rows, groups)
-    assert torch.equal(got[0], codes) and torch.equal(got[1].float(), scales.float())
-    assert torch.equal(got[2].float(), zeros.float()) and got[2].dtype == (torch.float16 if real else torch.uint8)
+    unpacked = form.unpack(form.pack(codes, scales, zeros), rows, groups)
+    codes_back, scales_back, zeros_back = unpacked
+    assert torch.equal(codes_back, codes) and torch.equal(scales_back.float(), scales.float())
+    assert torch.equal(zeros_back.float(), zeros.float())
+    assert zeros_back.dtype == (torch.float16 if real else torch.uint8)
 
 
 @FAST
@@ -329,12 +331,12 @@ def test_kernels_on_a_gpu(name, case):
     inputs = module.make_inputs(case, "cuda")
     want = operator_tasks.tensors(module.reference(**inputs))
     for config in (None, *getattr(module, "CHECKED", ())):
-        given = inputs if config is None else inputs | {"config": config}
-        got, again = (operator_tasks.tensors(module.launch(**given)) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-        for a, b in zip(got, want, strict=True):
-            error = (a.double() - b.double()).norm() / b.double().norm()
-            assert error <= operator_tasks.tolerance(name, getattr(torch, case["dtype"])) + 1e-3
+        arguments = inputs if config is None else inputs | {"config": config}
+        outputs, again = (operator_tasks.tensors(module.launch(**arguments)) for _ in range(2))
+        assert all(torch.equal(*pair) for pair in zip(outputs, again, strict=True))
+        tolerance = operator_tasks.tolerance(name, getattr(torch, case["dtype"])) + 1e-3
+        for output, reference in zip(outputs, want, strict=True):
+            assert relative_error(output, reference) <= tolerance
 
 
 def planned(tokens, rows, columns, x=torch.bfloat16, real=False, gather=False, **config):

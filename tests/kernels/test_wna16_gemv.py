@@ -256,7 +256,7 @@ def test_recorded_configurations_fit_their_device():
 @pytest.mark.parametrize(
     "arch", ["sm_90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("sm_80", "sm_100"))]
 )
-def test_compiles(arch, tmp_path, monkeypatch):
+def test_the_source_compiles(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for case, m, splits in zip(kernel.CASES[:7], (1, 8, 16, 1, 8, 1, 16), (1, 1, 1, 2, 4, 1, 2)):
         dtype = torch.bfloat16 if splits > 1 or m == 8 else torch.float16

@@ -166,7 +166,7 @@ def test_every_scale_has_a_plan(name):
         seen.add(job.id)
 
 
-def test_the_report(built):
+def test_snakemake_reports_on_a_built_table(built):
     done = dag.quick(
         dag.snakemake(built.folder, "--report", "build/report.html", dag.TARGET), built.folder, built.folder
     )

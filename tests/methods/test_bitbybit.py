@@ -538,7 +538,7 @@ def test_bits_of_a_model_are_those_of_the_paper():
     assert counted["bpw"] == pytest.approx(2 + 10 / 16 + 32 * layers / counted["block_weights"])
 
 
-def test_nested_widths():
+def test_widths_nested_in_a_master_are_its_halves_down_to_2():
     assert nested(8) == [8, 4, 2] and nested(4) == [4, 2] and nested(6) == [6, 3, 2]
 
 
@@ -563,11 +563,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_options(text):
+def test_options_that_mean_nothing_are_refused(text):
     assert BAD[text] in refusal(recipe.parse, text)
 
 
-def test_bad_models_and_texts():
+def test_models_and_texts_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match="layers.0.self_attn.q_proj: 64 input channels do not divide into groups of 48"):
         made(group=48)
     with pytest.raises(UserError, match="trains on 97 tokens an epoch, the calibration text has 96; .* tokens=96"):

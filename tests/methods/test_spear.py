@@ -122,7 +122,7 @@ def test_what_is_stored_is_what_is_computed():
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_gradients(gated):
+def test_gradients_are_finite_differences(gated):
     tensors = {name: tensor.double().requires_grad_() for name, tensor in factors(11, 2, 5, 4, gated).items()}
     x = normal(12, 3, 5).double().requires_grad_()
 
@@ -641,7 +641,7 @@ def test_the_ranks_are_said(capsys):
         assert sorted(set(lm.facts["layers/rank"]) - {0}) == ranks and lm.extra_bits == {"spear": 8 * size}
 
 
-def test_placements():
+def test_placements_differ_in_number_and_choice_of_layers():
     cka, random, full = (compensated(placement=p, rank=2, epochs1=0) for p in ("cka", "random", "full"))
     assert len(cka.attachments) == len(random.attachments) < len(full.attachments) == 14
     assert cka.attachments.keys() != random.attachments.keys()

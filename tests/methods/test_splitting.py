@@ -336,7 +336,7 @@ def test_what_columns_do_to_numbers():
         ),
     ],
 )
-def test_bad_index_lists(index, group, message):
+def test_index_lists_that_mean_nothing_are_refused(index, group, message):
     with pytest.raises(UserError, match=message):
         Columns.of(torch.tensor(index), 3, group)
 
@@ -671,11 +671,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_options(text):
+def test_options_that_mean_nothing_are_refused(text):
     assert BAD[text] in refusal(recipe.parse, text)
 
 
-def test_bad_groups_and_weights():
+def test_groups_and_weights_that_do_not_fit_are_refused():
     assert Config(group=15, split="none").group == 15
     with pytest.raises(UserError, match="split_last is nan"):
         Config(split_last=math.nan)

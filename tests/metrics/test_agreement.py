@@ -33,7 +33,7 @@ def shown(params, one, other):
         (ONE[[2, 1, 0, 3, 4, 5, 6, 7, 8, 9]], 1 - 6 * 8 / 990, 1.0, 0.0, 20),
     ],
 )
-def test_known_answers(other, rho, jaccard, mismatch, moved):
+def test_rankings_agree_as_by_hand(other, rho, jaccard, mismatch, moved):
     result = [shown(Agreement(show, ""), ONE, other) for show in ("rho", "jaccard", "mismatch", "moved")]
     assert result == pytest.approx([rho, jaccard, mismatch, moved])
 

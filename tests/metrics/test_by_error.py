@@ -23,7 +23,7 @@ def shown(series, quartile):
     return float(params.value({name: one.values.mean() for name, one in of_quartile.items()}))
 
 
-def test_known_answers():
+def test_a_quartile_of_errors_has_the_mean_of_its_tokens():
     errors, nll = np.array([[1.0, 8, 3, 4], [5, 6, 7, 2]]), np.array([[1.0, 2, 3, 4], [5, 6, 7, 8]])
     result = quartiles(errors, nll, "two windows")
     assert [shown(result, quartile) for quartile in (1, 2, 3, 4)] == [

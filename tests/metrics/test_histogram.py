@@ -90,7 +90,7 @@ def test_full_precision_has_no_codes():
     assert histogram.Histogram("values").series(bare, None)["values"].values == pytest.approx(2 * 2**0.5)
 
 
-def test_its_jobs():
+def test_full_precision_needs_no_other_job_and_a_scale_without_it_has_none():
     at = scales.load(name="pocket")
     full, low = (histogram.Histogram().jobs(Target(at, "pocket-3m", t))["counts"] for t in ("fp16", "rtn-w4-pc"))
     assert dict(full.needs) == {} and [job.kind for job in dict(low.needs).values()] == ["compress"]

@@ -181,7 +181,7 @@ def held():
         ("tail", 100.0),  # 30 % of five layers, rounded, is two of them: 2 + 3 of 5
     ],
 )
-def test_known_answers(show, expected):
+def test_what_is_shown_of_known_layers(show, expected):
     result = Sensitivity(show).series({"layers": Observations(held(), {})}, None)
     assert float(Sensitivity(show).value({k: one.values.mean() for k, one in result.items()})) == pytest.approx(
         expected

@@ -37,7 +37,7 @@ def shown(params: similarity.Similarity) -> float:
         ("highest", (0.95 + 1.0 + 0.9 + 0.9) / 4),
     ],
 )
-def test_known_answers(show, expected):
+def test_what_is_shown_of_known_cosines(show, expected):
     assert shown(similarity.Similarity(show)) == pytest.approx(expected)
 
 

@@ -674,7 +674,7 @@ def answers(right: int, n: int) -> np.ndarray:
         ("arc_easy", 10, 100, "at_chance"),
     ],
 )
-def test_floor(task, right, n, status):
+def test_an_accuracy_within_the_noise_of_chance_is_at_chance(task, right, n, status):
     assert task_scores.at_chance({task: answers(right, n)}) == (status == "at_chance")
 
 

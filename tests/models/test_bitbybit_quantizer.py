@@ -159,7 +159,7 @@ def test_error_is_at_most_half_a_step_and_rows_are_independent(seed, shift, bits
 
 @FAST
 @given(st.integers(0, 2**31), st.floats(-2, 2), st.sampled_from(["asymmetric", "seq"]), st.booleans())
-def test_shifts_nest(seed, shift, levels, include_zero):
+def test_shifts_in_two_steps_are_one_shift(seed, shift, levels, include_zero):
     """8 to 4 to 2 bits is 8 to 2 bits; a centred value lies amid the eight-bit values that share its code."""
     grid = GroupGrid(8, 32, levels, include_zero)
     groups = split(weights(seed, shift, 0.1), 32)
@@ -177,7 +177,7 @@ def test_shifts_nest(seed, shift, levels, include_zero):
 
 @pytest.mark.parametrize("scale", ["e4m3", "float16", "float32"])
 @pytest.mark.parametrize("include_zero", [False, True])
-def test_strange_groups(scale, include_zero):
+def test_strange_groups_stay_finite_and_near_where_they_were(scale, include_zero):
     """Constant, all-zero, one-sided, nearly constant and tiny groups come out finite, and near where they were."""
     w = torch.zeros(7, 32)
     w[1], w[2], w[3] = 0.5, -0.25, torch.linspace(1, 2, 32)
@@ -203,7 +203,7 @@ def test_the_gradient_passes_straight_through():
     ("options", "message"),
     [({"bits": 1}, "bits is 1"), ({"bits": 9}, "bits is 9"), ({"group": 0}, "group is 0; it must be 1 or more")],
 )
-def test_bad_grids(options, message):
+def test_grids_that_mean_nothing_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         GroupGrid(**options)
 

@@ -194,7 +194,7 @@ def test_windows_are_the_text_without_its_tail(total, length, limit):
 
 
 @pytest.mark.parametrize("length, limit", [(1, None), (0, None), (8, 0)])
-def test_no_windows(length, limit):
+def test_a_text_without_a_whole_window_is_refused(length, limit):
     with pytest.raises(UserError, match="at least one window"):
         windows(IDS, length, limit)
 

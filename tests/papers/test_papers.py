@@ -53,7 +53,7 @@ def test_files_are_the_originals():
     assert {name: sha256(ORIGINAL / name) for name in SUMS} == SUMS
 
 
-def test_counts():
+def test_every_table_and_figure_is_here():
     assert {p: (len(papers.tables(p)), len(papers.data_figures(p))) for p in papers.PAPERS} == COUNTS
     assert len(EVERY) == 45
     assert sum(figures for _, figures in COUNTS.values()) == 25
@@ -66,7 +66,7 @@ def test_tables_are_numbered_and_indexed(paper):
 
 
 @pytest.mark.parametrize("paper,table", EVERY)
-def test_cells(paper, table):
+def test_every_printed_cell_is_there_once(paper, table):
     cells = papers.printed(paper, table)
     index, metrics = papers.index(paper)[table], papers.metrics(paper)
     assert len(cells) == int(index["cells"])
@@ -111,7 +111,7 @@ def test_what_is_no_number_is_known():
         ("subspec", 1, "None [T=0, 8GB]", "MT-Bench tau", "Llama-3.1-8B-Instruct", 1, 0.5),
     ],
 )
-def test_known_values(paper, table, row, col, model, number, tolerance):
+def test_printed_values_have_their_numbers_and_tolerances(paper, table, row, col, model, number, tolerance):
     result = cell(paper, table, row, col, model)
     assert result.number == number
     assert result.tolerance == pytest.approx(tolerance)

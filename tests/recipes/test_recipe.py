@@ -139,7 +139,10 @@ def test_blanks_change_nothing_and_the_name_is_stable(parts):
         return
     again = parse(recipe.name)
     assert again == recipe and again.name == recipe.name
-    calls = [f"{name}({', '.join(words)})" for name, *words in (part.strip().split("-") for part in parts)]
+    calls = []
+    for part in parts:
+        name, *options = part.strip().split("-")
+        calls.append(f"{name}({', '.join(options)})")
     called = parse(" + ".join(calls))
     assert called == recipe and called.name == recipe.name and called.config == recipe.config
     assert again.slug == recipe.slug and set(recipe.slug) <= set("abcdefghijklmnopqrstuvwxyz0123456789_.=-")

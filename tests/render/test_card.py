@@ -86,10 +86,10 @@ def test_the_card_is_filled_from_logs_and_measurements():
     facts = json.loads((folder / "attempts" / "before-layout.json").read_text())
     text = card.markdown(logs, facts)
     assert "{" not in text and text.count("| every 5th") == len(logs) and text.count(", **missed**") == len(logs)
-    older = {
-        n: log | {"training": {k: v for k, v in log["training"].items() if k != "wikitext_every"}}
-        for n, log in logs.items()
-    }
+    older = {}
+    for name, log in logs.items():
+        training = {key: value for key, value in log["training"].items() if key != "wikitext_every"}
+        older[name] = log | {"training": training}
     assert "in WikiText's layout | none | none | none |" in card.markdown(older, facts)
     assert "| pocket-10m | 16 |" in text, "every run with the layout is listed, the dropped ones too"
     assert text.partition("## Attempts")[2].count("| taken |") == 1, (

@@ -91,10 +91,11 @@ def large_sheets(draw):
     long = st.text(st.sampled_from(string.ascii_letters + "  -_%WM…×中é5."), max_size=120)
     labels, heads = draw(st.lists(long, min_size=1, max_size=3)), draw(st.lists(long, min_size=1, max_size=3))
     values = draw(st.lists(st.builds(Pair, ascii_text, st.sampled_from([HERE, "not run", "x" * 200])), min_size=1))
-    rows = [
-        [*(labels[(i + j) % len(labels)] for j in range(left)), *(values[(i * j) % len(values)] for j in range(count))]
-        for i in range(draw(st.integers(0, 60)))
-    ]
+    rows = []
+    for i in range(draw(st.integers(0, 60))):
+        row = [labels[(i + j) % len(labels)] for j in range(left)]
+        row += [values[(i * j) % len(values)] for j in range(count)]
+        rows.append(row)
     head = [heads[i % len(heads)] for i in range(left + count)]
     return Sheet("t", head, rows, left=left)
 
@@ -170,7 +171,7 @@ def structure(text):
     return rows
 
 
-def test_latex_escapes():
+def test_special_characters_are_escaped_in_latex():
     rows = structure(latex(PLAIN))
     assert rows[0] == ["", r"Wiki \textbar{} C4", "here"]
     assert rows[3] == [r"{}[w2a2] \textasciitilde{} 10\textasciicircum{}3 \textbackslash{} \#1 \$5", "--", "not run"]
@@ -189,7 +190,7 @@ def test_latex_of_odd_characters():
     assert r"e T U+4E2D -{}-x & $-$0.5 \\" in text
 
 
-def test_latex_pairs():
+def test_measured_values_stand_beside_or_below_printed_ones_in_latex():
     rows = structure(latex(PAIRS))
     assert [r"\hfill\textit{here}", r"\textbf{1.119} [1.112, 1.126] 30.78", "", ""] in rows or [
         "RTN", "20.46", r"\textbf{1.119} [1.112, 1.126] 30.78", "31.34", "", ""
@@ -291,7 +292,11 @@ def test_a_panel_has_no_lines_without_values():
     second = ["both", Pair("", "5"), none, Pair("3", ""), Pair("", "4")]
     grid = under(Sheet("t", ["", *"abcd"], [["one"], first, ["two"], second]))
     plan = ColumnPlan(grid, [[text] for text in grid.head], [1.0] * 5, [[1, 2], [3, 4]], [3.0, 3.0])
-    labels = [[[line[0] for line in block] for block in of_panel(plan, columns)] for columns in plan.panels]
+    labels = []
+    for columns in plan.panels:
+        labels.append([])
+        for block in of_panel(plan, columns):
+            labels[-1].append([line[0] for line in block])
     assert labels[0] == [["one"], ["printed"], ["two"], ["both"]], "its printed value is in the other panel"
     assert labels[1] == [["two"], ["both", "here"]]
     assert isinstance(of_panel(plan, [1, 2])[3][0][1], MeasuredText)
@@ -305,7 +310,7 @@ def test_few_columns_stand_beside_and_many_under():
     assert len(layout(wide(12)).plan.panels) == 1 < len(layout(wide(30)).plan.panels)
 
 
-def test_text_width():
+def test_text_is_as_wide_as_its_letters():
     assert text_width("0000") == 20 and text_width("0 0") == pytest.approx(13.33)
     assert text_width(MeasuredText("1.25 [1, 2]")) > text_width("1.25 [1, 2]")
 
@@ -345,7 +350,7 @@ def test_markdown_is_a_pipe_table():
     assert lines[8] == r"| \*starred | \|sigma\|>0.2 | ≥ 1 × 2 → 3 ± 4 ≤ 5 … — \<x> |"
 
 
-def test_markdown_pairs():
+def test_measured_values_stand_beside_or_below_printed_ones_in_markdown():
     lines = markdown(PAIRS).splitlines()
     assert lines[2] == "|  | Wiki | *here* | C4 | *here* | KL *here* |"
     assert lines[6] == f"| RTN | 20.46 | {HERE} | 31.34 |  |  |"
@@ -370,7 +375,7 @@ def test_markdown_of_any_text_is_read_back(sheet):
 # --- terminal ---------------------------------------------------------------------------------------------------------
 
 
-def test_terminal_aligns():
+def test_numbers_end_in_one_column_of_the_terminal():
     lines = terminal(PLAIN, 120).splitlines()
     assert lines[1] == lines[3] == lines[-3] and set(lines[1]) == {"─"}
     values = [line for line in lines if "20.46" in line or "–" in line]
@@ -409,7 +414,7 @@ def test_terminal_wraps_texts():
 @pytest.mark.parametrize(
     "sheet", [Sheet("t", ["", "b"], []), Sheet("t", ["a"], [["s"]]), Sheet("t", ["a" * 300], [], left=0)]
 )
-def test_odd_sheets(sheet):
+def test_sheets_of_any_text_are_written(sheet):
     assert terminal(sheet, 100).startswith("t\n") and structure(latex(sheet))
 
 

@@ -38,7 +38,7 @@ def stored(house):
 # --- what is taken ----------------------------------------------------------------------------------------------------
 
 
-def test_round_trip(house):
+def test_an_accepted_value_is_read_back_exactly(house):
     fresh = {cell.cell_key: measure.measurement_of(house.flow, cell) for cell in house.flow.cells("spear", "1")}
     assert list(accept(house.table()).values()) == [ROWS]
     flow = Workflow(house.scale, stored=True)
@@ -341,16 +341,19 @@ def test_a_series_that_many_seeds_share_takes_its_bytes_once(tmp_path):
 def test_answers_and_their_log_probabilities_are_packed_apart(tmp_path):
     """Bits between numbers of single precision cost neither more: together in doubles they take 1.4 times as much."""
     rng = np.random.default_rng(0)
-    held = {}
+    by_key = {}
     for seed in range(30):
         right = Series(rng.integers(0, 2, 4_000).astype(float), "items")
-        held["a", seed] = {"choice": Series(np.round(rng.normal(-6, 3, 1_000) * 1024) / 1024, "items"), "right": right}
-    ((_, data),) = observations.pack(held)
+        by_key["a", seed] = {
+            "choice": Series(np.round(rng.normal(-6, 3, 1_000) * 1024) / 1024, "items"),
+            "right": right,
+        }
+    ((_, data),) = observations.pack(by_key)
     assert len(data) < 30 * (1_000 * 2.1 + 4_000 / 8 * 1.1)
     (tmp_path / "a.parquet").write_bytes(data)
     result, _ = observations.unpack(tmp_path / "a.parquet")
     assert [*result["a", 7]] == ["choice", "right"]
-    for key, series in held.items():
+    for key, series in by_key.items():
         assert observations.digest(result[key]) == observations.digest(series)
 
 
@@ -372,23 +375,26 @@ def test_answers_and_their_log_probabilities_are_packed_apart(tmp_path):
 def test_packed_values_keep_every_bit(tmp_path, values):
     plain, answers = Series(np.array([0.5, 0.25]), "windows"), Series(np.arange(200) % 2.0, "items")
     for beside in ({}, {"b": plain}, {"b": answers}, {"b": plain, "c": answers}):
-        held = {("cell", 0): {"a": Series(np.array(values), "windows"), **beside}, ("cell", 1): beside or {"d": plain}}
-        ((_, data),) = observations.pack(held)
+        by_key = {
+            ("cell", 0): {"a": Series(np.array(values), "windows"), **beside},
+            ("cell", 1): beside or {"d": plain},
+        }
+        ((_, data),) = observations.pack(by_key)
         (tmp_path / "a.parquet").write_bytes(data)
         result, _ = observations.unpack(tmp_path / "a.parquet")
-        for key, series in held.items():
-            assert {name: one.values.tobytes() for name, one in result[key].items()} == {
-                name: one.values.tobytes() for name, one in series.items()
-            }
+        for key, series in by_key.items():
+            assert result[key].keys() == series.keys()
+            for name, stored in series.items():
+                assert result[key][name].values.tobytes() == stored.values.tobytes()
 
 
 def test_each_form_of_a_pack_is_read(tmp_path):
     """The smallest is written; which one that is decides nothing else."""
-    held = {("cell", 0): {"a": Series(np.array([0.5, 0.25]), "windows"), "b": Series(np.arange(3.0), "items")}}
-    tables = observations._packed_tables([*held.items()])
+    by_key = {("cell", 0): {"a": Series(np.array([0.5, 0.25]), "windows"), "b": Series(np.arange(3.0), "items")}}
+    tables = observations._packed_tables([*by_key.items()])
     assert [table.schema for table in tables] == [*observations.PACKED]
     for table in tables:
-        table = table.replace_schema_metadata({"digest": observations.packed_digest(held)})
+        table = table.replace_schema_metadata({"digest": observations.packed_digest(by_key)})
         for encoding in observations.ENCODINGS:
             (tmp_path / "a.parquet").write_bytes(observations._written(table, encoding))
             result, _ = observations.unpack(tmp_path / "a.parquet")

@@ -58,7 +58,7 @@ NEW = dataclasses.replace(OLD, source="fresh")
         ({"source": "", "value": None, "status": "not_run"}, "absent"),
     ],
 )
-def test_compare(change, word):
+def test_a_rebuilt_value_is_identical_within_or_differs(change, word):
     assert compare(OLD, dataclasses.replace(NEW, **change)) == word
 
 
@@ -117,7 +117,8 @@ def test_verify_says_per_cell_and_counts(rebuilt, small, bits, capsys):
         f"absent     spear/table1 | no such row | {where} –",
         "4 cells: 1 identical, 1 within, 0 differs, 2 absent",
     ]
-    wanted = {job.id for job in chain.from_iterable(stored_rows.jobs(small, cell) for cell in bits.values())}
+    needed = chain.from_iterable(stored_rows.jobs(small, cell) for cell in bits.values())
+    wanted = {job.id for job in needed}
     assert {job.id for job in seen["jobs"]} == wanted, "nothing but what is recorded is rebuilt"
     assert seen["folder"] == verify.FOLDER and jobs.BUILD == Path("build")
 
@@ -245,7 +246,8 @@ def test_only_the_sample_is_rebuilt(small, stored, monkeypatch, capsys):
     monkeypatch.setattr(verify.pool, "rebuild", lambda jobs, *rest: seen.extend(jobs) or 0)
     assert verify.verify(small, [], verify.Sample(2, 3)) == 0
     wanted = [measure.cell_if_specified(small, row) for row in verify.sampled(small, stored, verify.Sample(2, 3))]
-    names = {job.id for job in chain.from_iterable(stored_rows.jobs(small, cell) for cell in wanted)}
+    needed = chain.from_iterable(stored_rows.jobs(small, cell) for cell in wanted)
+    names = {job.id for job in needed}
     assert names <= {job.id for job in seen} and "2 cells: " in capsys.readouterr().out
 
 

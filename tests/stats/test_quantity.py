@@ -28,7 +28,7 @@ from repro.store.observations import Series
         ("1e-3 * b", 0.005),
     ],
 )
-def test_arithmetic(text, value):
+def test_expressions_are_evaluated(text, value):
     assert evaluate(text, {"b": 5.0, "s": 2.0, "f": 1.0}) == pytest.approx(value)
 
 
@@ -86,7 +86,7 @@ def test_an_unknown_name_and_a_division_by_zero():
         ("<= max(1, 2)", [2], [2.1]),
     ],
 )
-def test_satisfied(holds, inside, outside):
+def test_a_claim_is_satisfied_inside_its_bounds_alone(holds, inside, outside):
     assert all(satisfied(holds, x) for x in inside) and not any(satisfied(holds, x) for x in outside)
     assert satisfied(holds, np.array(inside)).all()
 

@@ -197,7 +197,7 @@ def test_blocks_are_neighbours_and_use_every_window(n):
     assert sizes.min() >= min(n, block_length(n)) and (n < 8 or len(sizes) >= 4) and (n < 12 or len(sizes) >= 6)
 
 
-def test_block_length():
+def test_blocks_grow_with_the_series_and_its_correlation():
     assert [block_length(n) for n in (2, 8, 17, 18, 40, 71, 72, 100, 213, 2000)] == [2, 2, 2, 3, 6, 11, 12, 12, 12, 12]
     assert [block_length(213, rho) for rho in (0, 0.35, 0.6, 0.8, 0.95)] == [12, 12, 12, 19, 35]
     assert block_length(100, 0.8) == 15 and block_length(100, 0.95) == 16, "six blocks at least"

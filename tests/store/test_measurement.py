@@ -39,7 +39,7 @@ def file(tmp_path):
 
 
 @given(numbers, numbers, st.none() | st.integers(0, 10**9), texts, texts, st.sampled_from(measurement.STATUSES))
-def test_round_trip(tmp_path_factory, value, floor, n, row, note, status):
+def test_a_measurement_is_read_back_as_it_was_written(tmp_path_factory, value, floor, n, row, note, status):
     made = Measurement(
         "p", "table", "1", row, "c", "m", "ppl", value=value, lower_bound=floor, n=n, note=note, status=status
     )

@@ -219,7 +219,7 @@ def test_rate_0_changes_nothing_and_the_first_loss_is_the_models():
     assert trained.facts["training/end-to-end loss"][0] == pytest.approx(want, rel=1e-5)
 
 
-def test_bad_input():
+def test_options_that_mean_nothing_are_refused():
     for text, message in {
         "e2e_qp(lr=-1.0)": "0 or more",
         "e2e_qp(batch=0)": "1 or more",

@@ -24,7 +24,7 @@ def corpus(tmp_path):
     return tmp_path
 
 
-def test_no_shards(tmp_path):
+def test_a_folder_without_shards_is_refused(tmp_path):
     (tmp_path / "valid.txt").write_text("never trained on")
     with pytest.raises(UserError, match=f"^{tmp_path}: no train-\\*.txt.xz there"):
         room.shards(tmp_path)

@@ -46,8 +46,20 @@ def trainer(folder, layout="llama", names=NAMES, **options):
     """A trainer of a tiny model whose weights start 10 % too large, and the latent weights of its blocks."""
     made = tiny.model(layout)
     chosen = BlockSettings(**{"epochs": 2, "batch": 2, "streams": "float32"} | options)
-    latents = [{name: 1.1 * block.get_submodule(name).weight.detach() for name in names} for block in made.model.layers]
-    return BlockTrainer(made, IDS, chosen, folder, "test"), latents
+    return BlockTrainer(made, IDS, chosen, folder, "test"), latents_of(made, names)
+
+
+def latents_of(model, names):
+    """Weights of each block, 10 % too large, by name."""
+    latents = []
+    for block in model.model.layers:
+        latents.append({name: 1.1 * block.get_submodule(name).weight.detach() for name in names})
+    return latents
+
+
+def flat(latents):
+    """All values of the weights of blocks, in a row."""
+    return torch.cat([weight.flatten() for latent in latents for weight in latent.values()])
 
 
 def task_of(latents, rate=1e-3, earlier=False, trained=(0, 1)):
@@ -144,15 +156,15 @@ def test_seeds_and_epochs_differ():
     assert len(orders) == 4
 
 
-def test_training_text():
+def test_as_many_sequences_are_trained_on_as_were_asked():
     ids = tiny.tokens(5, 8)
     assert torch.equal(training_ids(ids, 31, "m"), ids[:3]) and torch.equal(training_ids(ids, 40, "m"), ids)
-    for calibration, tokens, said in (
+    for calibration, tokens, message in (
         (ids, 41, "m trains on 41 tokens an epoch, the calibration text has 40; .* tokens=40"),
         (None, 1000, "m trains on 1,000 tokens an epoch, the calibration text has 0"),
         (ids, 7, "tokens is 7; one sequence of the calibration text has 8"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             training_ids(calibration, tokens, "m")
 
 
@@ -179,9 +191,9 @@ def test_the_gradient_is_that_of_a_slow_reference(monkeypatch):
         assert seconds[0] is None
         return (outputs[0] - target).square().sum() + 3 * (outputs[1] - seconds[1]).square().sum()
 
-    held = [Stream(t, torch.device("cpu"), torch.float64) for t in (x1, x2, full, second)]
+    of_task = [Stream(t, torch.device("cpu"), torch.float64) for t in (x1, x2, full, second)]
     chosen = BlockSettings(1, 2, seed=4)
-    losses = fit(task, loss, held, chosen)
+    losses = fit(task, loss, of_task, chosen)
     assert len(seen) == len(losses) == 3 and latent.grad is None and not latent.requires_grad
     for step, (gradient, value) in enumerate(zip(seen, losses)):
         slow, total = np.zeros((5, 4)), 0.0
@@ -244,7 +256,7 @@ def test_two_runs_of_a_seed_agree_bit_for_bit_and_another_seed_does_not(tmp_path
     for number, seed in enumerate((7, 7, 8)):
         run, latents = trainer(tmp_path / str(number), seed=seed)
         run.run("w", task_of(latents), squares)
-        result.append((torch.cat([w.flatten() for latent in latents for w in latent.values()]), run.losses))
+        result.append((flat(latents), run.losses))
     assert torch.equal(result[0][0], result[1][0]) and result[0][1] == result[1][1]
     assert not torch.equal(result[0][0], result[2][0])
 
@@ -261,8 +273,8 @@ def test_streams_of_each_pass_are_those_of_plain_calls(tmp_path, monkeypatch, la
     run, latents = trainer(tmp_path, layout, (names[0], names[-1]))
     calls = []
 
-    def noted(task, loss, held, chosen, first):
-        calls.append((first, [stream.hidden.clone() for stream in held]))
+    def noted(task, loss, of_fit, chosen, first):
+        calls.append((first, [stream.hidden.clone() for stream in of_fit]))
         for tensor in task.tensors.values():
             tensor *= 1.5
         return [0.0]
@@ -283,10 +295,10 @@ def test_streams_of_each_pass_are_those_of_plain_calls(tmp_path, monkeypatch, la
         (6, [student1, full2, second(student1, **kwargs[1])]),  # the first block is left alone in the second pass
     ]
     assert len(calls) == 3
-    for (number, got), (step, want) in zip(calls, wants, strict=True):
-        assert number == step and len(got) == len(want)
-        for a, b in zip(got, want):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for (number, passed), (step, want) in zip(calls, wants, strict=True):
+        assert number == step and len(passed) == len(want)
+        for actual, reference in zip(passed, want):
+            torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -311,7 +323,7 @@ def test_the_same_on_a_gpu_from_host_memory(tmp_path):
     run, latents = trainer(tmp_path / "cpu")
     run.run("w", task_of(latents), squares)
     made = tiny.model("llama").cuda()
-    there = [{n: 1.1 * block.get_submodule(n).weight.detach() for n in NAMES} for block in made.model.layers]
+    there = latents_of(made, NAMES)
     chosen = BlockSettings(epochs=2, batch=2, streams="float32", place="host")
     other = BlockTrainer(made, IDS, chosen, tmp_path / "gpu", "test")
     other.run("w", task_of(there), squares)
@@ -350,15 +362,15 @@ def test_a_short_training_is_not_compiled(monkeypatch, tmp_path):
     assert compiled.compiled(plain, gpu, compiled.WORTH - 1) is plain and not made
     assert compiled.compiled(plain, gpu, compiled.WORTH) == "compiled" and made == [plain]
     assert compiled.compiled(plain, torch.device("cpu"), 10**6) is plain
-    said = []
+    lengths = []
     for module in (training, end_to_end):
-        monkeypatch.setattr(module, "compiled", lambda function, device, steps: said.append(steps) or function)
+        monkeypatch.setattr(module, "compiled", lambda function, device, steps: lengths.append(steps) or function)
     run, latents = trainer(tmp_path)
     run.run("w", task_of(latents), squares)
     weight = torch.ones(2)
     chosen = end_to_end.EndToEndSettings(1e-3, 3, 2)
     end_to_end.train(lambda rows: weight.sum() * len(rows), {"w": weight}, IDS, chosen, tmp_path / "e", "test")
-    assert said == [6, 6, 9]
+    assert lengths == [6, 6, 9]
 
 
 # --- the dtype that is computed in ------------------------------------------------------------------------------------
@@ -386,9 +398,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, monkeypatch, killed_i
         run.run("one", task_of(latents), squares)
         run.run("two", task_of(latents, earlier=True), squares)
         run.finish()
-        return run.losses, run.tokens, torch.cat([w.flatten() for latent in latents for w in latent.values()])
+        return run.losses, run.tokens, flat(latents)
 
-    losses, tokens, want = whole(tmp_path / "whole")
+    uninterrupted = whole(tmp_path / "whole")
     true_fit, fits = training.fit, []
 
     def counted(*args):
@@ -401,9 +413,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, monkeypatch, killed_i
     with pytest.raises(KeyboardInterrupt):
         whole(tmp_path / "killed")
     assert len(list((tmp_path / "killed").glob("*.safetensors"))) == killed_in
-    got_losses, got_tokens, got = whole(tmp_path / "killed")
+    losses, tokens, weights = whole(tmp_path / "killed")
     assert len(fits) == 5, "what was trained before the kill is not trained again"
-    assert torch.equal(got, want) and got_losses == losses and got_tokens == tokens
+    assert (losses, tokens) == uninterrupted[:2] and torch.equal(weights, uninterrupted[2])
     assert not (tmp_path / "killed").exists()
 
 
@@ -433,8 +445,8 @@ def test_tokens_are_those_that_trained(tmp_path):
 
 def test_no_training_at_all(tmp_path):
     run, latents = trainer(tmp_path, epochs=0)
-    before = [{name: w.clone() for name, w in latent.items()} for latent in latents]
+    before = flat(latents)
     run.run("w", task_of(latents), squares)
     assert run.tokens == 0 and run.losses == []
-    assert all(torch.equal(w, before[i][name]) for i, latent in enumerate(latents) for name, w in latent.items())
+    assert torch.equal(flat(latents), before)
     assert len(blocks(run.model)) == 2

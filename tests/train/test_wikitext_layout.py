@@ -45,7 +45,7 @@ def test_every_third_paragraph_has_a_heading_and_every_fourth_heading_a_subheadi
         ("A 5 °C day; R&B [sic] at £5,000.", "A 5 ° C day ; R & B [ sic ] at £ 5 @,@ 000 ."),
     ],
 )  # fmt: skip
-def test_known_paragraphs(plain, spaced):
+def test_known_paragraphs_are_written_as_wikitext(plain, spaced):
     assert write(f"Post-war\n{plain}") == f"\n\n = Post @-@ war = \n\n\n\n\n {spaced} \n"
 
 
