@@ -99,7 +99,8 @@ def test_hqq_known_answers(bits, weight_error, output_error):
 def test_hqq_stores_real_zeros_and_survives_constant_groups():
     flat = torch.cat([W[:, :64], torch.full((64, 64), 0.03), torch.zeros(64, 64)], 1)
     weight = hqq.hqq(flat, hqq.Config())
-    assert weight.scales.dtype == weight.zeros.dtype == torch.float16 and (weight.zero_bits, weight.scale_bits) == (
+    assert weight.scales.dtype == weight.zeros.dtype == torch.float16
+    assert (weight.zero_bits, weight.scale_bits) == (
         16,
         16,
     )
@@ -299,9 +300,9 @@ def test_rows_are_independent(w, g, order):
 @given(weights(), grids)
 def test_one_group_per_row_is_per_channel(w, g):
     one, row = grid.rtn(w, replace(g, group=12)), grid.rtn(w, replace(g, group=0))
-    assert (
-        torch.equal(one.codes, row.codes) and torch.equal(one.scales, row.scales) and torch.equal(one.zeros, row.zeros)
-    )
+    assert torch.equal(one.codes, row.codes)
+    assert torch.equal(one.scales, row.scales)
+    assert torch.equal(one.zeros, row.zeros)
 
 
 @many

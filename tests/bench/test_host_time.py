@@ -337,7 +337,10 @@ def test_memory_is_made_around_the_dispatcher_on_the_current_device_alone(shape,
     want = torch.empty(shape, dtype=torch.int8)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)  # `like` is not there
     made = blank(torch.int8, *shape)(like)
-    assert made.shape == want.shape and made.dtype == torch.int8 and made.is_contiguous() and made.device == like.device
+    assert made.shape == want.shape
+    assert made.dtype == torch.int8
+    assert made.is_contiguous()
+    assert made.device == like.device
     monkeypatch.setattr(torch._C._dynamo, "guards", Guards)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: like.get_device(), raising=False)
     assert blank(torch.int8, *shape)(like) == (want.shape, want.stride(), torch.int8)

@@ -89,9 +89,8 @@ def test_train_then_measure_then_generate(folders, here, capfd, layout):
     _, tokens, gpu, host, hidden, time, _, end, path = printed.splitlines()
     assert tokens == "tokens         768 in training" and path == "made", "256 tokens in each of three stages"
     assert gpu.startswith("GPU memory     none") and re.search(r"host memory +0.\d\d GB", host)
-    assert hidden.startswith("hidden states") and re.fullmatch(
-        r"time +about \d+ seconds, by the time of one block", time
-    )
+    assert hidden.startswith("hidden states")
+    assert re.fullmatch(r"time +about \d+ seconds, by the time of one block", time)
     assert end.endswith("768 tokens of training")
     assert sorted(path.name for path in Path("made").iterdir()) == ["compressed.json", "model.safetensors"]
     facts = json.loads(Path("made/compressed.json").read_text())

@@ -215,9 +215,8 @@ def test_the_file_holds_what_the_codec_made(package, tmp_path, capsys, kind, rec
     read = {tensor.name: tensor for tensor in reader.tensors}
     assert "output.weight" not in read and len(read) == 20
     types = {name: tensor.tensor_type.name for name, tensor in read.items()}
-    assert (
-        types["token_embd.weight"] == "F16" and types["blk.1.attn_norm.weight"] == types["output_norm.weight"] == "F32"
-    )
+    assert types["token_embd.weight"] == "F16"
+    assert types["blk.1.attn_norm.weight"] == types["output_norm.weight"] == "F32"
     assert {types[name] for name in types if name.startswith("blk.") and "norm" not in name} == {kind}
     dense = weights(package, out, model)
     for name, linear in block_linears(model).items():
@@ -263,7 +262,10 @@ def test_the_template_of_a_tokenizer():
     def of(template):
         return module.chat_template(SimpleNamespace(chat_template=template))
 
-    assert of(None) is None and of("") is None and of("x") == "x" and of({"default": "x", "rag": "y"}) == "x"
+    assert of(None) is None
+    assert of("") is None
+    assert of("x") == "x"
+    assert of({"default": "x", "rag": "y"}) == "x"
     with pytest.raises(UserError, match="chat templates rag, tools and none is the default"):
         of({"tools": "x", "rag": "y"})
 

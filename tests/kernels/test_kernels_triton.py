@@ -146,7 +146,10 @@ def interpret_sample(case: dict) -> float:
     logits[4, ::3] = logits[4].max()  # more equal ones than k
     logits[5, free[5]] = -0.0  # as large as the others
     want = kernel.reference(**inputs)
-    assert want[0] == want[2] == free[0] and want[5] == free[5] and want[6] == 2 and want[7] == -1
+    assert want[0] == want[2] == free[0]
+    assert want[5] == free[5]
+    assert want[6] == 2
+    assert want[7] == -1
     assert free[0] not in want[[1, 3]] and (want[[1, 3, 4, 8]] >= 0).all()
     wrong = int((kernel.launch(**inputs, size=1024) != want).sum())
     return wrong + int((kernel.launch(**{n: v[1:2] for n, v in inputs.items()}, size=2048) != want[1:2]).sum())
@@ -167,7 +170,10 @@ def interpret_argmax(case: dict) -> float:
     logits[7, ::2] = float("-inf")
     logits[8] = -3.0
     want = kernel.reference(logits)
-    assert want[[1, 2]].tolist() == [3, last] and want[3:7].tolist() == [-1] * 4 and want[8] == 0 and want[7] % 2 == 1
+    assert want[[1, 2]].tolist() == [3, last]
+    assert want[3:7].tolist() == [-1] * 4
+    assert want[8] == 0
+    assert want[7] % 2 == 1
     return int((kernel.launch(logits) != want).sum())
 
 

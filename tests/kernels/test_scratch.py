@@ -99,9 +99,9 @@ def test_threads_that_come_first_together_share_one_memory(current):
         thread.start()
     for thread in threads:
         thread.join()
-    assert (
-        made == [(MOST_KEPT,)] and sum(map(is_kept, taken)) == 1 and len({tensor.data_ptr() for tensor in taken}) == 8
-    )
+    assert made == [(MOST_KEPT,)]
+    assert sum(map(is_kept, taken)) == 1
+    assert len({tensor.data_ptr() for tensor in taken}) == 8
 
 
 def test_what_is_kept_is_given_to_the_device_again(current):

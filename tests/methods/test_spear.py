@@ -566,10 +566,8 @@ def test_memory_by_hand():
     one_block += 3 * (3 * (128 + 64) + 2 * 3 * 4) + 7 * 2 * (8 * 9 + 5 * 3)  # and 8r² + 5r values of each gate
     assert lm.extra_bits == {"spear": 2 * one_block * 8}
     plain, with_compensators = bits.report(quantized()), bits.report(lm)
-    assert (
-        with_compensators["block"] == plain["block"] | {"spear": 2 * one_block * 8}
-        and with_compensators["other"] == plain["other"]
-    )
+    assert with_compensators["block"] == plain["block"] | {"spear": 2 * one_block * 8}
+    assert with_compensators["other"] == plain["other"]
     assert with_compensators["bytes"] == plain["bytes"] + 2 * one_block
 
 
@@ -743,9 +741,8 @@ def test_another_seed_is_another_model_in_every_draw(watched):
         calibrate(made, teacher, list(ecs.values()), tiny.tokens(6, 16), config)
         orders.append(ecs)
     for name in orders[0]:
-        assert torch.equal(orders[0][name].A, orders[1][name].A) and not torch.equal(
-            orders[0][name].A, orders[2][name].A
-        )
+        assert torch.equal(orders[0][name].A, orders[1][name].A)
+        assert not torch.equal(orders[0][name].A, orders[2][name].A)
 
 
 def test_calibration_tokens_are_used_where_a_corpus_is_asked_for():

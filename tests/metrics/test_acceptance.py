@@ -305,7 +305,10 @@ def test_a_set_that_is_not_here_is_no_job(monkeypatch):
     rows = [c for c in flow.cells("subspec", "1") if c.stand_in and c.row.startswith("EAGLE-2")]
     cells = [c for c in rows if c.measure == "acceptance"]
     alpaca = [c for c in cells if c.col == "Alpaca tau"]
-    assert alpaca and all(map(flow.jobs, alpaca)) and not flow.every_job(alpaca) and not measure.missing(flow, alpaca)
+    assert alpaca
+    assert all(map(flow.jobs, alpaca))
+    assert not flow.every_job(alpaca)
+    assert not measure.missing(flow, alpaca)
     assert flow.every_job([c for c in cells if c.col == "GSM8K tau"])
     assert "REPRO_DATA" in flow.lacking(alpaca[0])
 

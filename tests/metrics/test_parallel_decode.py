@@ -158,7 +158,10 @@ def test_table_5_and_figure_9_ask_for_every_way():
     flow = Workflow(scales.load(name="pocket").on("cuda"), stored=False)
     jobs = {job.id for job in flow.every_job(flow.cells("spear", "5"))}
     drawn = {job.id for job in flow.every_job(flow.cells("spear", "9", "figure"))}
-    assert len(jobs) == 9 and len(drawn) == 6 and drawn < jobs and len(figures.cells("spear", "9")) == 30
+    assert len(jobs) == 9
+    assert len(drawn) == 6
+    assert drawn < jobs
+    assert len(figures.cells("spear", "9")) == 30
 
 
 def test_a_shape_needs_no_stand_in_and_is_of_grade_b(tmp_path, monkeypatch):

@@ -45,7 +45,10 @@ def test_one_job_serves_every_cell_of_a_placement():
     assert [len(of_percent) for of_percent in ids.values()] == [1, 1, 1] and len(set.union(*ids.values())) == 3
     assert runner.alone(job)
     rule = json.loads(job.inputs)
-    assert rule["requests"] == 300 and rule["rate"] == 16.0 and rule["rank"] == 24 and rule["rows"] == 64
+    assert rule["requests"] == 300
+    assert rule["rate"] == 16.0
+    assert rule["rank"] == 24
+    assert rule["rows"] == 64
     assert rule["percent"] == 60 and rule["policies"] == list(serving.POLICIES)
 
 

@@ -58,9 +58,8 @@ def test_the_decided_shape(name):
     assert c["architectures"] == ["LlamaForCausalLM"] and c["vocab_size"] == 4096
     assert c["hidden_size"] in (256, 512) and c["head_dim"] == 64 and c["intermediate_size"] % 256 == 0
     assert c["num_attention_heads"] * 64 == c["hidden_size"]
-    assert (
-        c["num_key_value_heads"] < c["num_attention_heads"] and c["num_attention_heads"] % c["num_key_value_heads"] == 0
-    )
+    assert c["num_key_value_heads"] < c["num_attention_heads"]
+    assert c["num_attention_heads"] % c["num_key_value_heads"] == 0
     assert c["tie_word_embeddings"] and c["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "default"}
     assert c["max_position_embeddings"] == 2048 and (c["bos_token_id"], c["eos_token_id"]) == (0, 1)
 

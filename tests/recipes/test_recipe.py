@@ -22,7 +22,10 @@ def only(text):
 
 def test_full_precision_is_no_step():
     recipe = parse(" fp16 ")
-    assert recipe.name == "fp16" and recipe.steps == () and not recipe.calibrated and recipe.slug == "fp16"
+    assert recipe.name == "fp16"
+    assert recipe.steps == ()
+    assert not recipe.calibrated
+    assert recipe.slug == "fp16"
     assert recipe.config == [] and recipe.before == "" and not recipe.seeded
 
 

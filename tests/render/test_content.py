@@ -160,7 +160,10 @@ def test_a_live_perplexity(world):
     flow = world()
     m, job = at(flow, "RTN pc", "Wiki", ONE), the_job(flow, "RTN pc")
     values = nll("tiny-wikitext", job)
-    assert m.value == pytest.approx(np.exp(values.mean())) and m.n == 120 and m.status == "ok" and m.source == "fresh"
+    assert m.value == pytest.approx(np.exp(values.mean()))
+    assert m.n == 120
+    assert m.status == "ok"
+    assert m.source == "fresh"
     assert m.lo < m.value < m.hi and m.covers == "windows only"
     assert (m.printed, m.stand_in, m.recipe, m.grade, m.scale) == ("20.46", "pocket-3m", "rtn-w4-pc", "C", "test")
     meta = observations.load(job.folder / observations.FILE).meta

@@ -110,7 +110,8 @@ def test_verify_says_per_cell_and_counts(rebuilt, small, bits, capsys):
     code, seen = rebuilt([*old, elsewhere, gone], new)
     out = capsys.readouterr().out.splitlines()
     where = "BPW | Llama-3.2-1B | BPW: stored 12.5, now"
-    assert code == 0 and out == [
+    assert code == 0
+    assert out == [
         f"identical  spear/table1 | RTN pc | {where} 12.5",
         f"within     spear/table1 | RTN g128 | {where} 12.75",
         f"absent     spear/table1 | FP16 | {where} not_run",

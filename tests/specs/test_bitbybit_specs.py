@@ -151,9 +151,8 @@ def test_figure_2_runs_table_3s_trainings(at):
         of_model = [c for c in flow.cells("bitbybit", name, kind) if c.model == "Llama-2-7B"]
         mine = [c for c in of_model if c.row in rows]
         others = {c.row for c in of_model} - set(rows)
-        assert mine and (
-            others == {"at 2 bits at once, x 300", "8, 4, 2 bits, x 10"} if name == "spikes" else not others
-        )
+        assert mine
+        assert others == {"at 2 bits at once, x 300", "8, 4, 2 bits, x 10"} if name == "spikes" else not others
         for cell in mine:
             assert ids(flow, cell) == ids(flow, table3[rows[cell.row]])[: len(cell.seeds)], (name, cell.row)
 

@@ -316,9 +316,8 @@ def test_resampled_groups_are_paired_within_and_independent_between(random):
 def test_resampled_sequences_beside_seeds_give_a_symmetric_interval(random):
     seeds = random.normal(size=(3, 64)) + np.array([[0], [1], [2]])
     result = mean(seeds, axis="sequences")
-    assert (
-        result.hi - result.value == pytest.approx(result.value - result.lo) and result.covers == "sequences and seeds"
-    )
+    assert result.hi - result.value == pytest.approx(result.value - result.lo)
+    assert result.covers == "sequences and seeds"
     assert result.hi - result.value > stats.t.ppf(0.975, 2) * np.std(seeds.mean(1), ddof=1) / np.sqrt(3) * 0.95
 
 
@@ -397,9 +396,8 @@ def test_a_known_result_adds_its_variance(random):
     assert (result.n, result.df, result.covers) == (240, pytest.approx(whole.df), "windows only")
     normal = Interval(1.0, 1 - 1.959964, 1 + 1.959964, 50, None, "items only", (1.0,))  # of an older result
     alone = interval({}, lambda m: 3 * m["x"], known={"x": normal}, axis="items")
-    assert (alone.lo, alone.hi) == pytest.approx(
-        (3 - 3 * 1.959964, 3 + 3 * 1.959964)
-    ) and alone.covers == "results only"
+    assert (alone.lo, alone.hi) == pytest.approx((3 - 3 * 1.959964, 3 + 3 * 1.959964))
+    assert alone.covers == "results only"
     bare = Interval(1.0, None, None, 50, None, "", (1.0,))
     assert interval({"w4": values}, difference, known={"w16": bare}).lo is None
 

@@ -206,9 +206,8 @@ def test_rewrite_changes_and_removes_rows_and_signs_the_others_anew(stored, monk
     assert len(list((lines_of(stored)[0].parent / "observations").iterdir())) == count
     assert Workflow(stored.scale).scale.name == "tiny" and stored.stored_row().status == "not_run"
     accepted.rewrite(lambda old: None)
-    assert accepted.every() == [] and not list(stored.results.rglob("*.csv.xz")) + list(
-        stored.results.rglob("*.parquet")
-    )
+    assert accepted.every() == []
+    assert not list(stored.results.rglob("*.csv.xz")) + list(stored.results.rglob("*.parquet"))
 
 
 def test_rewrite_makes_no_two_rows_one(stored):

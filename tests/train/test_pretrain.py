@@ -103,12 +103,10 @@ def test_a_corpus_without_a_batch_is_refused(total, batch):
 
 def test_a_run_that_was_stopped_ends_like_one_that_was_not(tmp_path):
     whole = train(tmp_path / "whole")
-    assert (
-        whole["done"]
-        and whole["steps"] == 100
-        and whole["tokens"] == 6400
-        and not checkpoint(tmp_path / "whole").exists()
-    )
+    assert whole["done"]
+    assert whole["steps"] == 100
+    assert whole["tokens"] == 6400
+    assert not checkpoint(tmp_path / "whole").exists()
     first = train(tmp_path / "parts", stop_after_s=0)
     assert not first["done"] and first["step"] == 50 and checkpoint(tmp_path / "parts").exists()
     second = train(tmp_path / "parts", stop_after_s=0)
@@ -206,12 +204,10 @@ def test_the_shipped_configuration():
     config = load_config()
     assert set(config.models) == {"pocket-3m", "pocket-5m", "pocket-10m"}
     a, t = config.architecture, config.training
-    assert (
-        a.head_size == 64
-        and a.heads * a.head_size == a.hidden
-        and a.ffn % 256 == 0
-        and a.context == t.long_length == 2048
-    )
+    assert a.head_size == 64
+    assert a.heads * a.head_size == a.hidden
+    assert a.ffn % 256 == 0
+    assert a.context == t.long_length == 2048
     assert t.long_share >= 0.1 and t.length == 512 and config.tokenizer.vocab == 4096
     assert t.wikitext_every == 5 == config.of("pocket-5m").training.wikitext_every
     assert config.of("pocket-10m").training.wikitext_every == 16, "its own share instead of the one for all"
