@@ -30,14 +30,14 @@ def grown(logits, top_k=4, depth=5, temperature=0.2, root=3, start=0):
     return tree
 
 
-def said(tree, logits):
+def greedy_choices(tree, logits):
     """Greedy tokens after every node."""
     return logits[tree.ids].argmax(1).tolist()
 
 
 def emitted(tree, logits):
     """What one iteration adds to the text."""
-    path, bonus = accepted(tree.ids.tolist(), tree.parents.tolist(), said(tree, logits))
+    path, bonus = accepted(tree.ids.tolist(), tree.parents.tolist(), greedy_choices(tree, logits))
     return [*tree.ids[path[1:]].tolist(), bonus]
 
 

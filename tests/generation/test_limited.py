@@ -165,7 +165,7 @@ def sharpened_target(monkeypatch):
     monkeypatch.setattr(drafted.DecodingState, "choose", choose)
 
 
-def said(engine):
+def drawn_text(engine):
     """Tokens of a drawn text, and their log probabilities."""
     pieces = list(engine.generate(PROMPT, 16, temperature=0.8, seed=1, logprobs=True))
     tokens = list(chain.from_iterable(piece.tokens for piece in pieces))
@@ -174,10 +174,10 @@ def said(engine):
 
 @pytest.mark.parametrize("fault", [sibling_visible, bonus_dropped, accepted_by_draft, slots_kept, sharpened_target])
 def test_a_planted_fault_shows(plain, drafting, monkeypatch, fault):
-    tokens, chances = said(plain)
-    assert said(drafting) == (tokens, pytest.approx(chances, abs=1e-4))
+    tokens, chances = drawn_text(plain)
+    assert drawn_text(drafting) == (tokens, pytest.approx(chances, abs=1e-4))
     fault(monkeypatch)
-    assert said(drafting) != (tokens, pytest.approx(chances, abs=1e-4))
+    assert drawn_text(drafting) != (tokens, pytest.approx(chances, abs=1e-4))
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------

@@ -48,16 +48,16 @@ def texts(target, tmp_path_factory):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def scored(monkeypatch):
     """What is scored, in place of an encoder: a score is the number of letters of the text."""
-    scored = []
+    pairs = []
 
     def score(text, references):
-        scored.append((text, references))
+        pairs.append((text, references))
         return float(len(text))
 
     monkeypatch.setattr(bert_score, "score", score)
-    return scored
+    return pairs
 
 
 def test_each_text_is_scored_with_its_own_references(texts, target, scored):

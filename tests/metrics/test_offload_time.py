@@ -101,7 +101,7 @@ def test_without_a_gpu_the_result_is_unsupported(tmp_path):
     assert caught.value.status == "unsupported"
 
 
-def given(params):
+def job_options(params):
     """The options of a small job."""
     return params.jobs(target(context=96, warm=1, timed=3))["times"].parsed_options()
 
@@ -141,7 +141,7 @@ def test_iterations_and_phases_are_timed(tiny, draft, phases):
     params = OffloadTime(
         "tiny", least(draft), draft=draft, draft_model="tiny" if draft in offload_time.MODELS else "", **tree
     )
-    result = offload_time.times(given(params), CPU, torch.float32)
+    result = offload_time.times(job_options(params), CPU, torch.float32)
     assert len(result["iteration"]) == 3 and min(result["iteration"]) > 0
     if draft == "alone":
         assert set(result) == {"iteration"}
@@ -164,10 +164,10 @@ def test_the_last_token_of_a_model_without_a_draft_is_no_step(tiny, monkeypatch)
         return SimpleNamespace(seconds=seconds, draft_s=seconds, verify_s=seconds, passes=[4] * new)
 
     monkeypatch.setattr(offload_time, "timed", of_known_seconds)
-    options = given(OffloadTime("tiny", least("none"), draft="none", prefetch=False))
+    options = job_options(OffloadTime("tiny", least("none"), draft="none", prefetch=False))
     plain = offload_time.times(options, CPU, torch.float32)
     assert tokens == [5] and plain["iteration"] == plain["verify"] == pytest.approx([0.1, 0.11, 0.12])
-    drafted = offload_time.times(given(OffloadTime("tiny", least("subspec"), depth=4)), CPU, torch.float32)
+    drafted = offload_time.times(job_options(OffloadTime("tiny", least("subspec"), depth=4)), CPU, torch.float32)
     assert tokens[1:] == [4, 4] and drafted["iteration"] == pytest.approx([0.1, 0.11, 0.0001])
 
 
@@ -178,7 +178,7 @@ def test_an_8_bit_target_streams_fewer_bytes(tiny):
     for bits in (16, 8):
         memory = least("subspec", offload_time.EIGHT if bits == 8 else None)
         params = OffloadTime("tiny", memory, depth=4, target_bits=bits)
-        result[bits] = offload_time.times(given(params), CPU, torch.float32)
+        result[bits] = offload_time.times(job_options(params), CPU, torch.float32)
         assert len(result[bits]["iteration"]) == 3
     assert result[8]["block"][0] == pytest.approx(result[16]["block"][0] / 4 * (1 + 4 / 128))
     assert 0 < result[8]["streamed"][0] < result[16]["streamed"][0] / 2
@@ -189,17 +189,17 @@ def test_where_nothing_streams_subspec_has_no_draft(tiny):
     with pytest.raises(
         NotMeasurable, match="hold all of tiny: no block has a substitute, so that SubSpec's draft is the"
     ):
-        offload_time.times(given(OffloadTime("tiny", "1GiB", draft="subspec", depth=4)), CPU, torch.float32)
+        offload_time.times(job_options(OffloadTime("tiny", "1GiB", draft="subspec", depth=4)), CPU, torch.float32)
     torch.manual_seed(0)
     params = OffloadTime("tiny", "1GiB", draft="small", draft_model="tiny", depth=4)
-    result = offload_time.times(given(params), CPU, torch.float32)
+    result = offload_time.times(job_options(params), CPU, torch.float32)
     assert result["streamed"] == [0.0] and len(result["iteration"]) == 3
 
 
 def test_a_whole_draft_has_a_substitute_of_every_block_also_where_nothing_streams(tiny):
     """Figure 2b: the target is on the device, and its draft is not the target; they share the cache and the rest."""
     torch.manual_seed(0)
-    options = given(OffloadTime("tiny", "1GiB", draft="whole", depth=4))
+    options = job_options(OffloadTime("tiny", "1GiB", draft="whole", depth=4))
     result = offload_time.times(options, CPU, torch.float32)
     assert result["streamed"] == [0.0] and result["passes"] == [4, 4, 4] and min(result["draft"]) > 0
     engine, plan = offload_time.engine_of(options, CPU, torch.float32)
@@ -226,7 +226,7 @@ def test_a_whole_draft_takes_memory_for_every_block_and_part_of_them_may_stream(
         lasting = sum(whole.lasting_sizes(resident)) - sum(usual.lasting_sizes(resident))
         assert lasting == resident * one
     engine, plan = offload_time.engine_of(
-        given(OffloadTime("tiny", least("whole"), draft="whole", depth=4)), CPU, torch.float32
+        job_options(OffloadTime("tiny", least("whole"), draft="whole", depth=4)), CPU, torch.float32
     )
     assert 0 < len(plan.resident) < 4
     assert not any(own.down is it.down for own, it in zip(engine._drafting.blocks, engine.model.blocks))

@@ -19,7 +19,7 @@ from repro.specs import scale
 from repro.store.observations import Observations, Series
 
 
-def found_damages(X, Y):
+def damages_of(X, Y):
     X, Y = map(sensitivity.centred, (X, Y))
     return sensitivity.damages(X, sensitivity.product(X, X), Y)
 
@@ -39,7 +39,7 @@ def test_what_is_kept_is_the_damage_and_its_derivative_by_sequence(scale):
     Y, w = X + scale * noise, torch.ones(5, dtype=torch.float64, requires_grad=True)
     cka = weighted_cka(X, Y, w)
     (slope,) = torch.autograd.grad(cka, w)
-    result = found_damages(X, Y)
+    result = damages_of(X, Y)
     assert result == pytest.approx((1 - cka - 5 * slope).detach().numpy(), abs=1e-12)
     assert result.mean() == pytest.approx(1 - selection.cka(X.flatten(0, 1), Y.flatten(0, 1)), abs=1e-12)
     weights = torch.tensor([2.0, 0, 1, 1, 1], dtype=torch.float64)  # a resample of the sequences
@@ -50,8 +50,8 @@ def test_what_is_kept_is_the_damage_and_its_derivative_by_sequence(scale):
 
 def test_constant_states_are_all_or_nothing():
     X = torch.ones(3, 4, 2)
-    assert found_damages(X, 2 * X).tolist() == [0, 0, 0]
-    assert found_damages(X, torch.randn(3, 4, 2)).tolist() == [1, 1, 1]
+    assert damages_of(X, 2 * X).tolist() == [0, 0, 0]
+    assert damages_of(X, torch.randn(3, 4, 2)).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["llama", "phi"])
@@ -112,7 +112,7 @@ def test_a_quantizer_that_rescales_is_applied_anew_and_full_precision_needs_noth
         Protocol(tokens=1)
 
 
-def given(recipe):
+def job_options(recipe):
     crops = {"sequences": 4, "length": 24, "seed": 0}
     options = {"model": "tiny", "device": "cpu", "dtype": "float32", "hub": False, "sequences": 6, "tokens": 16}
     return options | {"recipe": recipe, "calibration": crops}
@@ -127,7 +127,7 @@ def small(monkeypatch):
 
 
 def test_full_precision_of_a_rescaling_quantizer_is_the_models_own_function(small, tmp_path):
-    lm = sensitivity._quantized(given("awq-w4-g64"), {"calibration": tmp_path})
+    lm = sensitivity._quantized(job_options("awq-w4-g64"), {"calibration": tmp_path})
     own, ids = tiny.model("llama"), tiny.tokens(2, 12)
     assert not torch.equal(
         lm.model.base_model.layers[0].input_layernorm.weight, own.base_model.layers[0].input_layernorm.weight
@@ -137,7 +137,7 @@ def test_full_precision_of_a_rescaling_quantizer_is_the_models_own_function(smal
 
 
 def test_every_layer_by_sequence_and_by_passage(small, monkeypatch, tmp_path):
-    kept, words = {}, given("rtn-w3-pc")
+    kept, words = {}, job_options("rtn-w3-pc")
     rounded = LowBitModel(tiny.model("llama"))
     parse("rtn-w3-pc").steps[0].module.apply(rounded, None, parse("rtn-w3-pc").steps[0].config)
     monkeypatch.setattr(sensitivity.compress, "load", lambda *_, keep_full: rounded)
@@ -163,7 +163,7 @@ def test_every_layer_by_sequence_and_by_passage(small, monkeypatch, tmp_path):
 DAMAGE, LOSS = [0.4, 0.1, 0.3, 0.2, 0.1], [2.0, -0.5, 3.0, 0.25, 0.25]
 
 
-def held():
+def series_of_layers():
     both = {"damage": DAMAGE, "loss": LOSS}
     series = {}
     for name, values in both.items():
@@ -182,7 +182,7 @@ def held():
     ],
 )
 def test_what_is_shown_of_known_layers(show, expected):
-    result = Sensitivity(show).series({"layers": Observations(held(), {})}, None)
+    result = Sensitivity(show).series({"layers": Observations(series_of_layers(), {})}, None)
     assert float(Sensitivity(show).value({k: one.values.mean() for k, one in result.items()})) == pytest.approx(
         expected
     )
@@ -193,7 +193,7 @@ def test_what_is_shown_of_known_layers(show, expected):
 
 
 def test_numbers_are_of_arrays_too():
-    means = {k: np.array([one.values.mean(), -one.values.mean()]) for k, one in held().items()}
+    means = {k: np.array([one.values.mean(), -one.values.mean()]) for k, one in series_of_layers().items()}
     rho = Sensitivity("rho").value(means)
     assert rho.shape == (2,) and rho[0] == pytest.approx(rho[1])
 

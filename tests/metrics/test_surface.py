@@ -16,7 +16,7 @@ from repro.specs.templates import params_of
 from repro.store.observations import Observations, Series
 
 
-def held(losses: np.ndarray) -> dict[str, Observations]:
+def needs(losses: np.ndarray) -> dict[str, Observations]:
     series = {"loss": Series(losses.mean(2).ravel(), "points")}
     series |= {f"at {i} {j}": Series(one, "sequences", "g") for (i, j), one in surface.cells_of(losses)}
     return {"surface": Observations(series, {})}
@@ -101,12 +101,12 @@ def test_fewer_bits_are_rougher():
 def test_a_table_shows_the_roughness_of_mean_losses_and_a_figure_the_losses():
     losses = np.random.default_rng(0).normal(size=(3, 3, 4))
     rough, drawn = surface.Surface(4), surface.Surface(4, "surface")
-    result = rough.series(held(losses), None)
+    result = rough.series(needs(losses), None)
     means = {name: one.values.mean() for name, one in result.items()}
     assert rough.value(means) == pytest.approx(surface.roughness(losses.mean(2)))
     several = {name: np.asarray([mean, 2 * mean]) for name, mean in means.items()}
     assert rough.value(several) == pytest.approx(surface.roughness(losses.mean(2)) * np.asarray([1, 2]))
-    (only,) = drawn.series(held(losses), None).values()
+    (only,) = drawn.series(needs(losses), None).values()
     assert only.values == pytest.approx(losses.mean(2).ravel())
 
 

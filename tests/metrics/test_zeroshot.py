@@ -209,7 +209,7 @@ REAL_MMLU = (
 )
 
 
-def asked(task: str, data: Path, limit: int) -> dict[str, list[list[tuple[str, str]]]]:
+def pairs_of_lm_eval(task: str, data: Path, limit: int) -> dict[str, list[list[tuple[str, str]]]]:
     """What lm-eval will ask, by its task name: per item the (prompt, answer) pairs."""
     result = {}
     for name, (_, _, loaded) in requests.load_shipped(tasks.TASKS[task], data, limit).items():
@@ -229,30 +229,30 @@ OTHERS = [name for name in tasks.TASKS if name not in (*MMLU, *BY_HAND_ELSEWHERE
 @pytest.mark.parametrize("task", OTHERS)
 def test_prompts_are_the_shipped_ones(task, data):
     want = by_hand(task, data)
-    assert asked(task, data, len(want)) == {tasks.TASKS[task].shipped: [pairs for pairs, _ in want]}
+    assert pairs_of_lm_eval(task, data, len(want)) == {tasks.TASKS[task].shipped: [pairs for pairs, _ in want]}
 
 
 def test_a_prompt_letter_by_letter(small):
-    result = [asked(task, small, 1)[task][0] for task in ("piqa", "winogrande", "boolq", "lambada_openai")]
+    result = [pairs_of_lm_eval(task, small, 1)[task][0] for task in ("piqa", "winogrande", "boolq", "lambada_openai")]
     assert result == [
         [("Question: dry a cup\nAnswer:", " use a towel "), ("Question: dry a cup\nAnswer:", " use a fork")],
         [("Ann met Eve so Ann", " spoke."), ("Ann met Eve so Eve", " spoke.")],
         [("Tin is a metal.\nQuestion: is tin a metal?\nAnswer:", answer) for answer in (" no", " yes")],
         [("He had a dog.\n\n“Come,” he said to the", " dog")],
     ]
-    assert asked("arc_easy", small, 2)["arc_easy"][1] == [
+    assert pairs_of_lm_eval("arc_easy", small, 2)["arc_easy"][1] == [
         ("Question: Sound is\nAnswer:", f" {choice}") for choice in ("slow", "fast", "dark")
     ]
 
 
 def test_mmlu_prompt_has_five_examples_of_its_subject(small):
-    result = asked("mmlu", small, 3)
+    result = pairs_of_lm_eval("mmlu", small, 3)
     assert list(result) == [f"mmlu_{subject}" for subject in SUBJECTS]
     assert result["mmlu_high_school_physics"] == [[(SMALL_MMLU, f" {letter}") for letter in "ABCD"]]
 
 
 def test_mmlu_prompt_of_the_mirror(mirror):
-    result = asked("mmlu", mirror, 114)
+    result = pairs_of_lm_eval("mmlu", mirror, 114)
     assert len(result) == 57 and {len(items) for items in result.values()} == {2}
     (prompt, answer), *_ = result["mmlu_abstract_algebra"][0]
     assert prompt.startswith(REAL_MMLU[0]) and prompt.endswith(REAL_MMLU[1]) and answer == " A"
@@ -261,7 +261,7 @@ def test_mmlu_prompt_of_the_mirror(mirror):
 
 @pytest.mark.parametrize(("limit", "counts"), [(1, [0, 0, 1]), (4, [1, 1, 2]), (6, [2, 2, 2]), (100, [4, 4, 4])])
 def test_a_limit_takes_subjects_evenly(limit, counts, small):
-    result = asked("mmlu", small, limit)
+    result = pairs_of_lm_eval("mmlu", small, limit)
     assert [len(result.get(f"mmlu_{subject}", [])) for subject in SUBJECTS] == counts
 
 
