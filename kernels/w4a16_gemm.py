@@ -305,11 +305,15 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str,
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     sizes = tokens, n, k, bits, processors(device)
-    able = [tuned] if tuned and (tokens >= LEAST_MULTICAST or "PAIR" not in tuned) else []
+    able = []
     for space in chosen_from(tokens, bits, capability):
         if beside and space == "loop":
             continue
         able.append(cheapest(space, *sizes, capability))
+    if tuned and (tokens >= LEAST_MULTICAST or "PAIR" not in tuned):
+        # Of equal estimates it comes first where its tile is full: its stages are as many as fit beside that one.
+        full = trimmed(tuned, m) == tokens_of(tuned)
+        able.insert(0 if full else len(able), tuned)
     return min(able, key=lambda config: estimate(config, *sizes))
 
 

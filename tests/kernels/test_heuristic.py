@@ -111,7 +111,9 @@ def test_between_recorded_numbers_of_tokens_their_tiles_count(monkeypatch):
     assert "PAIR" in found[129] and w4a16_gemm.trimmed(found[129], 129) == 136
     assert found[64] == recorded["w4 m64 14336x4096"] and found[128] == recorded["w4 m128 14336x4096"]
     assert "WGS" in found[65] and w4a16_gemm.trimmed(found[65], 65) == 72
-    assert found[193] == found[256] == recorded["w4 m256 14336x4096"]
+    assert found[256] == recorded["w4 m256 14336x4096"] != found[193] and found[193] in w4a16_gemm.MULTICAST_SPACE
+    assert w4a16_gemm.tokens_of(found[193]) == 256 and found[193]["RING"] == 3  # 200 tokens leave room for one more
+    assert w4a16_gemm.configuration(512, 14336, 4096, 4, "cpu") == found[256]  # two full tiles
     times = {m: w4a16_gemm.estimate(config, m, 14336, 4096, 4, 132) for m, config in found.items()}
     assert times[129] < 1.15 * times[128] and times[65] < 1.25 * times[64]
 
