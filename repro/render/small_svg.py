@@ -36,9 +36,7 @@ def _one_font(svg: str) -> str:
     fonts = Counter(re.findall(r"font-family: [^;\"]*", svg))
     if not fonts:
         return svg
-    ((font, count),) = fonts.most_common(1)
-    if count == 1:
-        return svg
+    ((font, _),) = fonts.most_common(1)
     name = re.escape(font)
     svg = re.sub(rf'{name}; |(?:; )?{name}(?=")', "", svg)
     return svg.replace("</style>", f"\ntext{{{font}}}</style>", 1)

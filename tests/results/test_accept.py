@@ -357,6 +357,15 @@ def test_answers_and_their_log_probabilities_are_packed_apart(tmp_path):
         assert observations.digest(result[key]) == observations.digest(series)
 
 
+def forms(by_key) -> list[bytes]:
+    """The file of packed series in every exact form and encoding."""
+    files = []
+    for table in observations._packed_tables([*by_key.items()]):
+        table = table.replace_schema_metadata({"digest": observations.packed_digest(by_key)})
+        files += [observations._written(table, encoding) for encoding in observations.ENCODINGS]
+    return files
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -379,27 +388,28 @@ def test_packed_values_keep_every_bit(tmp_path, values):
             ("cell", 0): {"a": Series(np.array(values), "windows"), **beside},
             ("cell", 1): beside or {"d": plain},
         }
-        ((_, data),) = observations.pack(by_key)
-        (tmp_path / "a.parquet").write_bytes(data)
-        result, _ = observations.unpack(tmp_path / "a.parquet")
-        for key, series in by_key.items():
-            assert result[key].keys() == series.keys()
-            for name, stored in series.items():
-                assert result[key][name].values.tobytes() == stored.values.tobytes()
-
-
-def test_each_form_of_a_pack_is_read(tmp_path):
-    """The smallest is written; which one that is decides nothing else."""
-    by_key = {("cell", 0): {"a": Series(np.array([0.5, 0.25]), "windows"), "b": Series(np.arange(3.0), "items")}}
-    tables = observations._packed_tables([*by_key.items()])
-    assert [table.schema for table in tables] == [*observations.PACKED]
-    for table in tables:
-        table = table.replace_schema_metadata({"digest": observations.packed_digest(by_key)})
-        for encoding in observations.ENCODINGS:
-            (tmp_path / "a.parquet").write_bytes(observations._written(table, encoding))
+        for data in forms(by_key):
+            (tmp_path / "a.parquet").write_bytes(data)
             result, _ = observations.unpack(tmp_path / "a.parquet")
-            assert result["cell", 0]["a"].values.tolist() == [0.5, 0.25]
-            assert result["cell", 0]["b"].values.tolist() == [0, 1, 2]
+            for key, series in by_key.items():
+                assert result[key].keys() == series.keys()
+                for name, stored in series.items():
+                    assert result[key][name].values.tobytes() == stored.values.tobytes()
+
+
+def test_the_smallest_form_of_a_pack_is_written():
+    rng = np.random.default_rng(0)
+    singles = rng.normal(size=2_000).astype(np.float32).astype(float)
+    kinds = {"singles": singles, "doubles": rng.normal(size=2_000), "few": np.repeat([1 / 3, 1e-9, 7.5], 900)}
+    smallest = set()
+    for name, values in kinds.items():
+        for answers in ({}, {"right": Series(rng.integers(0, 2, 5_000).astype(float), "items")}):
+            by_key = {("cell", 0): {name: Series(values, "windows"), **answers}}
+            sizes = [len(data) for data in forms(by_key)]
+            ((_, data),) = observations.pack(by_key)
+            assert len(data) == min(sizes)
+            smallest.add((len(sizes), sizes.index(min(sizes))))
+    assert len(smallest) > 3, "another form for another kind"
 
 
 def test_packed_files_with_another_name_or_gone(house):

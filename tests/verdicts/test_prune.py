@@ -150,6 +150,13 @@ def test_rows_of_which_the_variance_between_seeds_is_pooled_stay(stored, monkeyp
     assert prune.unused("tiny") == {}
 
 
+def test_rows_of_another_scale_stay(stored):
+    row = next(row for row in accepted.every() if (row.row, row.col) == ("RTN pc", "Wiki"))
+    other = replace(row, scale="pocket")
+    accepted.write([AcceptedRow(other, accepted.series(row), accepted.inputs_of(row))])
+    assert prune.unused("tiny") == {} and other in accepted.every()
+
+
 def test_a_scale_of_a_file_or_of_changed_keys_is_refused(stored, capsys):
     for words in (["--config", "threads=2"], ["--configfile", "mine.yaml"]):
         assert main(["prune", *words]) == 2
