@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -72,6 +72,21 @@ class Sample:
     minutes: float = 0.0
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a stored cell.
+
+    Attributes:
+        rebuilt: its measurement from the rebuilt jobs; None if it was not rebuilt.
+        verdict: one of `VERDICTS`.
+        comparison: a sentence on its units, empty if there are none to compare.
+    """
+
+    rebuilt: Measurement | None = None
+    verdict: str = "absent"
+    comparison: str = ""
+
+
 def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> int:
     """Rebuild the stored cells of tables and figures from nothing under build/verify, and compare.
 
@@ -89,14 +104,12 @@ def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> in
     rows = _stored(flow, [_name(name) for name in names])
     if sample is not None:
         rows = sampled(flow, rows, sample)
-    cells = {row.key: cell for row in rows if (cell := measure.cell_if_specified(flow, row)) and flow.jobs(cell)}
+    cells = _cells_with_jobs(flow, rows)
     runnable = {key: cell for key, cell in cells.items() if _can_run(flow, cell)}
     if not runnable:
-        why = "need a CUDA device, and this machine has none" if cells else "are in no spec any more"
-        for cell in cells.values():
-            if absent := flow.lacking(cell):
-                why = f"cannot be rebuilt: {absent}"
-        raise UserError(f"verify: the stored cells of scale {flow.scale.name} {why}")
+        raise UserError(
+            f"verify: the stored cells of scale {flow.scale.name} {_why_none_can_run(flow, cells.values())}"
+        )
     by_cell = {key: distinct(stored_rows.jobs(flow, cell)) for key, cell in runnable.items()}
     jobs = distinct(chain.from_iterable(by_cell.values()))
     minutes = sample.minutes if sample is not None else 0.0
@@ -107,22 +120,44 @@ def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> in
             runnable = {key: cell for key, cell in runnable.items() if all(map(runner.done, by_cell[key]))}
             rows = [row for row in rows if row.key in runnable]
             print(f"{len(runnable)} of {len(by_cell)} cells were rebuilt in {minutes:g} minutes")
-        new = {key: measure.fresh(flow, cell) for key, cell in runnable.items()}
-        outcomes = {row.key: judged(flow, row, runnable[row.key], new[row.key]) for row in rows if row.key in runnable}
+        outcomes = {}
+        for row in rows:
+            if row.key in runnable:
+                cell = runnable[row.key]
+                rebuilt = measure.fresh(flow, cell)
+                outcomes[row.key] = Outcome(rebuilt, *judged(flow, row, cell, rebuilt))
     verdicts: Counter[str] = Counter()
     for row in rows:
-        fresh, cell = new.get(row.key), cells.get(row.key)
-        verdict, comparison = outcomes.get(row.key, ("absent", ""))
-        verdicts[verdict] += 1
-        words = [f"stored {_value_text(row)}, now {_value_text(fresh)}", comparison]
+        outcome = outcomes.get(row.key, Outcome())
+        verdicts[outcome.verdict] += 1
+        words = [f"stored {_value_text(row)}, now {_value_text(outcome.rebuilt)}", outcome.comparison]
+        cell = cells.get(row.key)
         if cell is not None and flow.inputs_hash(cell) != row.inputs:
             words.append("its declared inputs have changed")
         where = f"{row.table} | {row.row} | {row.col} | {row.model} | {row.metric}"
-        print(f"{verdict:10} {where}: {'; '.join(filter(None, words))}")
+        print(f"{outcome.verdict:10} {where}: {'; '.join(filter(None, words))}")
     print(f"{verdicts.total()} cells: " + ", ".join(f"{verdicts[word]} {word}" for word in VERDICTS))
     if verdicts["differs"]:
         return 1
     return 2 if failed else 0
+
+
+def _cells_with_jobs(flow: Workflow, rows: Iterable[Measurement]) -> dict[tuple[str, ...], Cell]:
+    """The cells of stored rows by the key of the row, of those that a spec still has and that jobs measure."""
+    cells = {}
+    for row in rows:
+        cell = measure.cell_if_specified(flow, row)
+        if cell is not None and flow.jobs(cell):
+            cells[row.key] = cell
+    return cells
+
+
+def _why_none_can_run(flow: Workflow, cells: Collection[Cell]) -> str:
+    """The end of the sentence with which `verify` refuses cells of which none can be rebuilt here."""
+    for cell in cells:
+        if absent := flow.lacking(cell):
+            return f"cannot be rebuilt: {absent}"
+    return "need a CUDA device, and this machine has none" if cells else "are in no spec any more"
 
 
 def sampled(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Measurement]:
