@@ -5,13 +5,20 @@ Nothing of `repro.methods.spear` is used here. A matrix is a list of rows.
 
 import math
 from fractions import Fraction
-from itertools import product
 
 Matrix = list[list[float]]
 
 
 def times(M: Matrix, v: list[float]) -> list[float]:
-    return [sum(M[i][j] * v[j] for j in range(len(v))) for i in range(len(M))]
+    return [sum(m * x for m, x in zip(row, v, strict=True)) for row in M]
+
+
+def multiply(P: Matrix, Q: Matrix) -> Matrix:
+    columns = list(zip(*Q))
+    rows = []
+    for row in P:
+        rows.append(times(columns, row))
+    return rows
 
 
 def gate(z: list[float], W1: Matrix, b1: list[float], W2: Matrix, b2: list[float]) -> list[float]:
@@ -37,13 +44,17 @@ def int8(row: list[float]) -> tuple[list[int], float]:
 def cka(X: Matrix, Y: Matrix) -> float:
     """Equation 6 with the centering matrix C = I - 11ᵀ/n written out; 1 where both are constant, 0 where one is."""
     n = len(X)
-    C = [[(1.0 if i == j else 0.0) - 1 / n for j in range(n)] for i in range(n)]
+    C = []
+    for i in range(n):
+        C.append([-1 / n] * n)
+        C[i][i] = 1.0 - 1 / n
 
     def norm(P: Matrix, Q: Matrix) -> float:  # ‖PᵀCQ‖_F
-        CQ = [[sum(C[i][k] * Q[k][b] for k in range(n)) for b in range(len(Q[0]))] for i in range(n)]
-        return math.sqrt(
-            sum(sum(P[i][a] * CQ[i][b] for i in range(n)) ** 2 for a, b in product(range(len(P[0])), range(len(Q[0]))))
-        )
+        P_transposed = [list(column) for column in zip(*P)]
+        squares = 0.0
+        for row in multiply(P_transposed, multiply(C, Q)):
+            squares += sum(value**2 for value in row)
+        return math.sqrt(squares)
 
     def constant(P: Matrix) -> bool:
         return all(row == P[0] for row in P)

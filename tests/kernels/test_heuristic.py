@@ -96,25 +96,25 @@ def test_a_card_with_half_the_sms_gets_other_tiles():
 
 def test_a_shape_without_an_entry_is_estimated_for_the_tiles_that_its_tokens_make(monkeypatch):
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
-    monkeypatch.setattr(w4a16_gemm, "cheapest", lambda *given: given)
+    monkeypatch.setattr(w4a16_gemm, "cheapest", lambda *arguments: arguments)
     monkeypatch.setattr(w4a16_gemm, "estimate", lambda *_: 0.0)
-    found = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[1:5] for m in (1, 17, 256, 257, 600)]
-    assert [each[0] for each in found] == [8, 24, 256, 264, 600]
-    assert found[0] == (8, 48, 256, 4)
+    arguments_of = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[1:5] for m in (1, 17, 256, 257, 600)]
+    assert [each[0] for each in arguments_of] == [8, 24, 256, 264, 600]
+    assert arguments_of[0] == (8, 48, 256, 4)
 
 
 def test_between_recorded_numbers_of_tokens_their_tiles_count(monkeypatch):
     """129 tokens are one tile of 136; 65 are one of 72 by the source whose start is shorter, 128 by the other."""
     recorded = configurations("nvidia-h200")["w4a16_gemm"]
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
-    found = {m: w4a16_gemm.configuration(m, 14336, 4096, 4, "cpu") for m in (64, 65, 128, 129, 192, 193, 256, 600)}
-    assert "PAIR" in found[129] and w4a16_gemm.trimmed(found[129], 129) == 136
-    assert found[64] == recorded["w4 m64 14336x4096"] and found[128] == recorded["w4 m128 14336x4096"]
-    assert "WGS" in found[65] and w4a16_gemm.trimmed(found[65], 65) == 72
-    assert found[256] == recorded["w4 m256 14336x4096"] != found[193] and found[193] in w4a16_gemm.MULTICAST_SPACE
-    assert w4a16_gemm.tokens_of(found[193]) == 256 and found[193]["RING"] == 3  # 200 tokens leave room for one more
-    assert w4a16_gemm.configuration(512, 14336, 4096, 4, "cpu") == found[256]  # two full tiles
-    times = {m: w4a16_gemm.estimate(config, m, 14336, 4096, 4, 132) for m, config in found.items()}
+    configs = {m: w4a16_gemm.configuration(m, 14336, 4096, 4, "cpu") for m in (64, 65, 128, 129, 192, 193, 256, 600)}
+    assert "PAIR" in configs[129] and w4a16_gemm.trimmed(configs[129], 129) == 136
+    assert configs[64] == recorded["w4 m64 14336x4096"] and configs[128] == recorded["w4 m128 14336x4096"]
+    assert "WGS" in configs[65] and w4a16_gemm.trimmed(configs[65], 65) == 72
+    assert configs[256] == recorded["w4 m256 14336x4096"] != configs[193] and configs[193] in w4a16_gemm.MULTICAST_SPACE
+    assert w4a16_gemm.tokens_of(configs[193]) == 256 and configs[193]["RING"] == 3  # 200 tokens leave room for one more
+    assert w4a16_gemm.configuration(512, 14336, 4096, 4, "cpu") == configs[256]  # two full tiles
+    times = {m: w4a16_gemm.estimate(config, m, 14336, 4096, 4, 132) for m, config in configs.items()}
     assert times[129] < 1.15 * times[128] and times[65] < 1.25 * times[64]
 
 
@@ -154,14 +154,14 @@ def test_a_launch_beside_another_takes_what_is_recorded_for_it(monkeypatch):
     recorded = {"w4a16_gemm_tail": {"w4 m16 8192x8192": {"tail": 1}}, "w4a16_gemm": {}}
     recorded["w4a16_gemm"] = {"w4 m16 8192x8192": {"alone": 16}, "w4 m32 8192x8192": {"alone": 32}}
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded[kernel].get(key))
-    found = [w4a16_gemm.configuration(m, 8192, 8192, 4, "cpu", beside) for m in (9, 25) for beside in (False, True)]
-    assert found == [{"alone": 16}, {"tail": 1}, {"alone": 32}, {"alone": 32}]
+    configs = [w4a16_gemm.configuration(m, 8192, 8192, 4, "cpu", beside) for m in (9, 25) for beside in (False, True)]
+    assert configs == [{"alone": 16}, {"tail": 1}, {"alone": 32}, {"alone": 32}]
     monkeypatch.setattr(w4a16_gemm, "chosen_from", lambda *_: ["plain", "loop"])
-    asked = []
-    monkeypatch.setattr(w4a16_gemm, "cheapest", lambda space, *_: asked.append(space) or w4a16_gemm.PLAIN_SPACE[0])
+    spaces = []
+    monkeypatch.setattr(w4a16_gemm, "cheapest", lambda space, *_: spaces.append(space) or w4a16_gemm.PLAIN_SPACE[0])
     for beside in (False, True):
         w4a16_gemm.configuration(40, 8192, 4096, 4, "cpu", beside)
-    assert asked == ["plain", "loop", "plain"]
+    assert spaces == ["plain", "loop", "plain"]
 
 
 def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
@@ -184,17 +184,17 @@ def test_a_record_is_a_character_a_configuration():
 def recorded(case, chosen_us, best_us, name="plain"):
     """A file with one case: the configuration that is chosen and, in a space, all others."""
     chosen = w4a16_gemm.configuration(*case, 4, space.UNTUNED)
-    places = {}
+    of_spaces = {}
     for each, configs in space.SPACES.items():
         times = {i: best_us if each == name else 2 * best_us for i in space.positions_tried(case, each)}
         if chosen in configs:
             times[configs.index(chosen)] = chosen_us
         if times:
-            places[each] = {"best_us": min(times.values()), "over": space.as_text(times, len(configs))}
+            of_spaces[each] = {"best_us": min(times.values()), "over": space.as_text(times, len(configs))}
     spaces = {}
     for each, configs in space.SPACES.items():
         spaces[each] = {"size": len(configs), "hash": space.space_hash(each, len(configs))}
-    return {"device": "NVIDIA H200", "sms": 132, "spaces": spaces, "places": {space.key(case): places}}
+    return {"device": "NVIDIA H200", "sms": 132, "spaces": spaces, "places": {space.key(case): of_spaces}}
 
 
 @pytest.mark.parametrize("name", [name for name in space.SPACES if name not in UNJUDGED])
@@ -215,7 +215,7 @@ def test_a_choice_that_a_space_has_gained_since_it_was_recorded_is_left_out(monk
     grown = [*space.SPACES["multicast"], {"PAIR": 3}]
     monkeypatch.setitem(space.SPACES, "multicast", grown)
     assert space.ratios(content) == {space.key(case): 1.25}
-    monkeypatch.setattr(w4a16_gemm, "configuration", lambda *given: grown[-1])
+    monkeypatch.setattr(w4a16_gemm, "configuration", lambda *arguments: grown[-1])
     assert space.ratios(content) == {}
 
 
@@ -259,8 +259,8 @@ def test_what_is_compiled_ahead_is_what_a_launch_loads(monkeypatch, case, name):
 
 def test_tiles_of_256_tokens_are_for_devices_with_wgmma_and_more_than_64_tokens(monkeypatch):
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
-    found = {m: w4a16_gemm.configuration(m, 28672, 4096, 4, "cpu") for m in (16, 64, 129, 256, 600)}
-    assert [m for m, config in found.items() if "PAIR" in config] == [129, 256, 600]
+    configs = {m: w4a16_gemm.configuration(m, 28672, 4096, 4, "cpu") for m in (16, 64, 129, 256, 600)}
+    assert [m for m, config in configs.items() if "PAIR" in config] == [129, 256, 600]
     monkeypatch.setattr(w4a16_gemm, "processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "MT" in w4a16_gemm.configuration(256, 28672, 4096, 4, "cuda")

@@ -2,8 +2,6 @@
 
 import functools
 import re
-import shutil
-import subprocess
 from itertools import chain
 
 import cuda_on_cpu
@@ -83,9 +81,9 @@ def test_source_with_known_columns_on_the_cpu(case, monkeypatch):
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
     loaded = []
 
-    def load(path, name, macros, *given):
+    def load(path, name, macros, *rest):
         loaded.append(macros.get("COLUMNS"))
-        return cuda_on_cpu.load(path, name, macros, *given)
+        return cuda_on_cpu.load(path, name, macros, *rest)
 
     monkeypatch.setattr(nvrtc, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -156,9 +154,9 @@ def known_and_not(x, packed, config, monkeypatch):
     """y with columns that are a constant and with columns that are an argument, and what was compiled for each."""
     loaded = []
 
-    def load(path, name, macros, *given):
+    def load(path, name, macros, *rest):
         loaded.append(macros.get("COLUMNS"))
-        return cuda_on_cpu.load(path, name, macros, *given)
+        return cuda_on_cpu.load(path, name, macros, *rest)
 
     monkeypatch.setattr(nvrtc, "load", load)
     monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
@@ -388,9 +386,9 @@ def test_misuse():
 def test_recorded_number_of_tokens(monkeypatch):
     """The configuration of the next recorded number of tokens, where as many make the same tiles."""
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: {"key": key})
-    found = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 25, 33, 49, 81, 97, 128, 250)}
+    configs = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 25, 33, 49, 81, 97, 128, 250)}
     wanted = (8, 16, 32, 40, 64, 96, 112, 128, 256)
-    assert [config["key"] for config in found.values()] == [f"w4 m{t} 8x64" for t in wanted]
+    assert [config["key"] for config in configs.values()] == [f"w4 m{t} 8x64" for t in wanted]
 
 
 def test_a_number_of_tokens_that_is_not_recorded_is_served_by_the_next_up_to_64(monkeypatch):
@@ -456,104 +454,88 @@ def test_every_configuration_divides(m, n, k):
             assert w4a16_gemm.shared_bytes(fitted, bits, 32, False) <= 232448 and 1 <= config["SPLIT"] <= 8
 
 
-def defines(**constants):
-    return [f"-D{name}={value}" for name, value in constants.items()]
-
-
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize(
-    "arch", [pytest.param("80", marks=pytest.mark.slow), "90a", pytest.param("100", marks=pytest.mark.slow)]
+    "arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a", pytest.param("sm_100", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("bits, group, symmetric, bf16", [(4, 128, 0, 0), (4, 0, 1, 1), (2, 64, 0, 1), (8, 32, 1, 0)])
-def test_compiles(tmp_path, arch, bits, group, symmetric, bf16):
+def test_the_source_compiles(arch, bits, group, symmetric, bf16):
     """Ahead of time for three architectures, both kernels of the source, without spilling; products do not wait."""
-    if not (nvcc := shutil.which("nvcc")):
-        pytest.skip("nvcc is not installed")
     chosen = [w4a16_gemm.cheapest("plain", m, 4096, 4096, capability=(8, 0)) for m in (16, 64)]
-    tiles = [tile | {"SPLIT": 1 if arch == "80" else 2} for tile in chosen]
+    tiles = [tile | {"SPLIT": 1 if arch == "sm_80" else 2} for tile in chosen]
     for constants in ({}, *(w4a16_gemm.fitted(tile, bits, group, bool(symmetric)) for tile in tiles)):
-        words = defines(BITS=bits, GROUP=group, SYMMETRIC=symmetric, BF16=bf16, **constants)
-        command = [nvcc, "-cubin", f"-arch=sm_{arch}", "-std=c++17", "-Xptxas", "-v", *words]
-        command += ["-o", str(tmp_path / "k"), str(w4a16_gemm.SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
+        macros = {"BITS": bits, "GROUP": group, "SYMMETRIC": symmetric, "BF16": bf16, **constants}
+        report = nvcc.ptxas_report(w4a16_gemm.SOURCE, macros, arch)
+        assert "0 bytes spill stores" in report and "serialized" not in report
 
 
+FORM = {"BITS": 4, "GROUP": 128, "SYMMETRIC": 0, "BF16": 1}
 COMPILED = [*w4a16_gemm.WGMMA_TILES[::2], *w4a16_gemm.LARGE_WGMMA_TILES]
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("group, symmetric, bf16", [(128, 0, 0), (0, 1, 1), (32, 0, 1)])
 @pytest.mark.parametrize("tile", some_slow(COMPILED, (0, 3, 6)), ids=str)
-def test_wgmma_compiles(tmp_path, tile, group, symmetric, bf16):
+def test_the_source_with_wgmma_compiles(tile, group, symmetric, bf16):
     """For the one architecture that has the instruction, without spilling; products do not wait."""
     config, tokens = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*tile, 2))), 64 * tile[1] - 40
     _, constants, *_ = w4a16_gemm.plan_wgmma(tokens, 4096, 4096, (4, group, bool(symmetric)), config, (9, 0))
     assert constants["MT"] == tokens
-    words = defines(BITS=4, GROUP=group, SYMMETRIC=symmetric, BF16=bf16, **constants)
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
-    done = subprocess.run([*command, str(w4a16_gemm.WGMMA_SOURCE)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "serialized" not in done.stderr
+    macros = {"BITS": 4, "GROUP": group, "SYMMETRIC": symmetric, "BF16": bf16, **constants}
+    report = nvcc.ptxas_report(w4a16_gemm.WGMMA_SOURCE, macros)
+    assert "serialized" not in report
     if (tile[0], group) != (4, 32):  # five warpgroups leave 96 registers each, four scales of a stage take a few more
-        assert "0 bytes spill stores" in done.stderr
+        assert "0 bytes spill stores" in report
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("config, tokens", [
     (w4a16_gemm.BETWEEN_SPACE[1], 96), (w4a16_gemm.FOUR_SPACE[0], 128),
     (w4a16_gemm.MULTICAST_SPACE[-3], 336), (w4a16_gemm.MULTICAST_SPACE[-3], 352),
 ])  # fmt: skip
-def test_the_largest_tiles_compile(tmp_path, config, tokens):
+def test_the_largest_tiles_compile(config, tokens):
     """What holds the most sums in its registers does not spill, and no product waits for another."""
     plan = w4a16_gemm.plan_multicast if "PAIR" in config else w4a16_gemm.plan_wgmma
     source, constants, *_ = plan(tokens, 4096, 4096, (4, 128, False), config, (9, 0))
-    words = defines(BITS=4, GROUP=128, SYMMETRIC=0, BF16=1, HEAD=1, **constants)
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
-    assert done.returncode == 0 and constants["MT"] == tokens, done.stderr
-    assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
+    assert constants["MT"] == tokens
+    report = nvcc.ptxas_report(source, {**FORM, "HEAD": 1, **constants})
+    assert "0 bytes spill stores" in report and "serialized" not in report
 
 
 KNOWN_WGMMA = {"KNOWN": 1, "SCALED": 0}
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("config, tokens, columns", [
     (dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, (4, 32, 128, 5, 5, 2))) | KNOWN_WGMMA, 32, 4096),
     (dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, (3, 48, 128, 5, 5, 5))) | KNOWN_WGMMA, 48, 14336),
     ({"WGS": 4, "MT": 128, "STAGES": 4, "RING": 4, "SPLIT": 1, "PAIR": 1, "KNOWN": 1}, 104, 8192),
 ], ids=("few", "uneven", "four"))  # fmt: skip
-def test_the_unrolled_loop_compiles(tmp_path, config, tokens, columns):
+def test_the_unrolled_loop_compiles(config, tokens, columns):
     """No spills, and no product waits for another."""
     source, constants, *_ = w4a16_gemm.plan_of(config)(tokens, 14336, columns, (4, 128, False), config, (9, 0))
     assert constants["MT"] == tokens and constants["COLUMNS"] == columns
-    words = defines(BITS=4, GROUP=128, SYMMETRIC=0, BF16=1, **constants)
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
+    report = nvcc.ptxas_report(source, {**FORM, **constants})
+    assert "0 bytes spill stores" in report and "serialized" not in report
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("config, m", [
     (w4a16_gemm.cheapest("plain", 16, 4096, 4096), 16), (w4a16_gemm.BETWEEN_SPACE[1], 40),
     (w4a16_gemm.MULTICAST_SPACE[0], 100),
 ], ids=("mma", "wgmma", "multicast"))  # fmt: skip
-def test_two_launches_say_when_the_second_begins_and_ends(tmp_path, config, m):
+def test_two_launches_say_when_the_second_begins_and_ends(config, m):
     """The first lets the second begin, which waits for the first to end; a launch alone does neither."""
     plan = {"PAIR": w4a16_gemm.plan_multicast, "WGS": w4a16_gemm.plan_wgmma, "RT": w4a16_gemm.plan_mma}
     source, constants, *_ = next(plan[name] for name in plan if name in config)(
         m, 4096, 4096, (4, 128, False), config, (9, 0)
     )
-    found = {}
-    for part in ("", "HEAD", "TAIL"):
-        words = defines(BITS=4, GROUP=128, SYMMETRIC=0, BF16=1, **constants, **({part: 1} if part else {}))
-        command = ["nvcc", "-ptx", "-arch=sm_90a", "-std=c++17", *words, "-o", str(tmp_path / "k"), str(source)]
-        subprocess.run(command, check=True, capture_output=True)
-        found[part] = re.findall(r"griddepcontrol\.(\w+)", (tmp_path / "k").read_text())
+    controls = {}
+    for part in ("alone", "HEAD", "TAIL"):
+        macros = {**FORM, **constants} if part == "alone" else {**FORM, **constants, part: 1}
+        controls[part] = re.findall(r"griddepcontrol\.(\w+)", nvcc.ptx(source, macros))
     waits = [] if "PAIR" in config else ["wait"]  # never the second launch
-    assert found == {"": [], "HEAD": ["launch_dependents"], "TAIL": waits}
+    assert controls == {"alone": [], "HEAD": ["launch_dependents"], "TAIL": waits}
 
 
 @nvcc.NEEDS_DISASSEMBLER
