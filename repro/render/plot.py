@@ -457,7 +457,8 @@ def roofline(
             series.setdefault(name, {}).setdefault(int(point[4]), []).append(point[:2])
     xs = xs or [1.0]
     low = min(xs) / 1.4
-    high = max([*xs, max(peaks.values()) / memory]) * 2.2
+    room_for_names = 4  # of the ceilings, right of the last point
+    high = max([*xs, max(peaks.values()) / memory]) * room_for_names
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(8, 5.4))
         for kind, peak in peaks.items():
