@@ -1,5 +1,7 @@
 """Processes that compute together: what the first returns, sums over all, and how the failure of one ends all."""
 
+import atexit
+import os
 import subprocess
 import time
 
@@ -25,6 +27,12 @@ def summed(facts, device):
         return RowParallel(part, link)(x[:, mine]).tolist()
 
 
+def done_before_an_abort(facts, device):
+    """What ends well, in a process that the end of its interpreter would abort."""
+    atexit.register(os.abort)
+    return dist.get_rank()
+
+
 def second_fails(facts, device):
     """An error of one rank, for which the other would wait."""
     errors = {"bad": UserError("x is 3; give 4"), "odd": ZeroDivisionError("by zero")}
@@ -44,6 +52,10 @@ def test_ranks_are_processes_that_add_up():
     x = [1.0, -2.0, 3.0, 0.5, 0.0, 4.0]
     want = (torch.tensor([x]) @ torch.arange(24.0).view(4, 6).T).tolist()
     assert ranks.run(summed, {"x": x}, 2, "cpu") == want
+
+
+def test_a_rank_that_is_done_is_not_failed_by_the_end_of_its_interpreter():
+    assert ranks.run(done_before_an_abort, {}, 2, "cpu") == 0
 
 
 @pytest.mark.parametrize(
