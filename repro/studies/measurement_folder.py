@@ -1,5 +1,6 @@
 """A folder of a study's measurements: a JSON file each, written as soon as it is there and not measured again."""
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from repro.core.files import write_text
+
+
+def file_of_command_line(study: str, name: str) -> Path:
+    """The file that a study with one of them records, in the folder that `--out` names, which is made if missing.
+
+    Args:
+        study: its docstring, whose first line says what it is.
+        name: of the file.
+    """
+    parser = argparse.ArgumentParser(description=study.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help=f"folder of {name}")
+    folder = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / name
 
 
 class MeasurementFolder:

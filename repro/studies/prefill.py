@@ -18,7 +18,6 @@ power cap a GPU's clock follows what ran in the tenths of a second before. The p
     idle            the wall time of one prompt is at most 1.05 times that of the device alone
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from repro.engine.core import SHAPE, Core
 from repro.engine.shapes import SHAPES
 from repro.generation import Engine
 from repro.kernels.argmax import argmax
+from repro.studies.measurement_folder import file_of_command_line
 
 MODEL = "Llama-3.1-8B"
 RECIPES = {"bf16": "fp16", "w4-g128": "rtn-w4-g128"}  # activations are bfloat16 in both
@@ -155,11 +155,8 @@ def verdicts(content: Mapping[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     """Record, then say which targets hold."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of prefill.json")
-    folder = parser.parse_args().out
-    folder.mkdir(parents=True, exist_ok=True)
-    for target, words in verdicts(record(folder / "prefill.json")).items():
+    out = file_of_command_line(__doc__, "prefill.json")
+    for target, words in verdicts(record(out)).items():
         print(f"{target}: {words}")
 
 

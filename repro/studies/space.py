@@ -10,7 +10,6 @@ of a CUDA graph over weights that no cache holds; the output of every configurat
 product first.
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -31,6 +30,7 @@ from repro.bench.task import Layer
 from repro.core.files import short_hash, write_text
 from repro.kernels import nvrtc, packing, w4a16_gemm
 from repro.kernels.launch_config import processors
+from repro.studies.measurement_folder import file_of_command_line
 
 NAMED = [(28672, 4096), (6144, 4096), (3584, 3584), (3584, 18944), (5120, 13824)]  # of real models
 SEED, DRAWN = 20261126, 5
@@ -238,11 +238,8 @@ def record(out: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Record, then say how good the choice is."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of space.json")
-    folder = parser.parse_args().out
-    folder.mkdir(parents=True, exist_ok=True)
-    slower = ratios(record(folder / "space.json"))
+    out = file_of_command_line(__doc__, "space.json")
+    slower = ratios(record(out))
     for name, ratio in slower.items():
         print(f"{name}: {ratio:.2f} of the fastest")
     print(f"geometric mean {geometric_mean(slower.values()):.3f}, worst {max(slower.values()):.2f}")

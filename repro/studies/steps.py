@@ -12,7 +12,6 @@ project's own are in `results/<device>/steps.json`.
     bf16        at 128 tokens 0.90 of the speed of cuBLAS, at 256 0.85, in the geometric mean; 0.70 at the worst layer
 """
 
-import argparse
 import functools
 import json
 import math
@@ -34,6 +33,7 @@ from repro.core.files import write_text
 from repro.kernels import dequantize, linear, nvrtc, w4a16_gemm, wna16_gemv
 from repro.kernels.packing import PackedWeight
 from repro.studies import space
+from repro.studies.measurement_folder import file_of_command_line
 
 SHAPES = [(4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (28672, 8192)]
 EDGES = (
@@ -141,11 +141,8 @@ def record(out: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Record, then say which targets hold."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of steps.json")
-    folder = parser.parse_args().out
-    folder.mkdir(parents=True, exist_ok=True)
-    for target, missed in verdicts(record(folder / "steps.json")["times"]).items():
+    out = file_of_command_line(__doc__, "steps.json")
+    for target, missed in verdicts(record(out)["times"]).items():
         print(f"{target}: " + ("holds" if not missed else f"missed {len(missed)} times"))
         for sentence in missed:
             print(f"  {sentence}")

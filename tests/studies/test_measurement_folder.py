@@ -1,9 +1,11 @@
 """Measurements of a study: one file each, made once, and only where they are asked for."""
 
 import json
+import sys
 
 import pytest
 
+from repro.studies import prefill, space, steps
 from repro.studies.measurement_folder import MeasurementFolder
 
 
@@ -31,3 +33,19 @@ def test_one_that_fails_leaves_no_file(tmp_path):
     with pytest.raises(ZeroDivisionError):
         files.write("step", lambda: {"ms": 1 / 0})
     assert files.is_due("step")
+
+
+@pytest.mark.parametrize("study", [prefill, space, steps])
+def test_a_study_records_its_file_in_the_folder_of_the_command_line(study, tmp_path, monkeypatch):
+    recorded = []
+
+    def fake(path):
+        assert path.parent.is_dir()
+        recorded.append(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "record", fake)
+    monkeypatch.setattr(sys, "argv", ["study", "--out", str(tmp_path / "new")])
+    with pytest.raises(KeyboardInterrupt):
+        study.main()
+    assert recorded == [tmp_path / "new" / f"{study.__name__.rpartition('.')[2]}.json"]
