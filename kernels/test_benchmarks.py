@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +106,8 @@ STEP = ("rms_norm", "silu_product", "rope_append", "argmax", "pple", "attention"
 
 
 SMALL = 1024, 1024  # rows and columns of a layer whose kernels take less than the host
-HOST_CALLS = [(name, count, *SMALL) for name in ("F.linear", "wna16", "w8a8") for count in (1, 16, 64)]
+PRODUCTS = itertools.product(("F.linear", "wna16", "w8a8"), (1, 16, 64))
+HOST_CALLS = [(name, count, *SMALL) for name, count in PRODUCTS]
 HOST_CALLS += [(name, 1, *SMALL) for name in STEP]
 HOST_CALLS += [("wna16", 321, 6144, 4096), ("w8a8", 512, 2048, 8192)]  # many tokens, three launches
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def _packed(values: pa.DataType, split: bool) -> pa.Schema:
 
 # Of these the one that takes the fewest bytes is written, single precision only where it is exact. Split, a series of
 # whole numbers, such as the right answers of a task, has its values in `whole`, any other in `value`.
-PACKED = tuple(_packed(values, split) for values in (pa.float64(), pa.float32()) for split in (False, True))
+PACKED = tuple(_packed(*form) for form in product((pa.float64(), pa.float32()), (False, True)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,8 +86,8 @@ def test_a_machine_with_a_full_queue_makes_a_longer_series_wait(machine, monkeyp
     """So the one above tells."""
     monkeypatch.setattr(devices.Cuda, "calls", 100)
     one = machine()
-    (found,) = Timer(one).host_us(one.call("forty", 160.0, 40, 20.0))
-    assert found > 2 * 160
+    (us,) = Timer(one).host_us(one.call("forty", 160.0, 40, 20.0))
+    assert us > 2 * 160
 
 
 def test_calls_behind_a_wait_find_caches_empty_and_do_not_count(machine):
@@ -126,7 +126,7 @@ def test_calls_take_turns_of_a_lead_and_a_series(machine, monkeypatch):
     for name, value in {"rounds": 2, "calls": 2, "lead_calls": 1, "full_rounds": 0}.items():
         monkeypatch.setattr(devices.Cuda, name, value)
     one = machine()
-    found = Timer(one).host_us(one.call("a", 3.0), one.call("b", 4.0))
+    both_us = Timer(one).host_us(one.call("a", 3.0), one.call("b", 4.0))
     assert one.did == 2 * ["wait", "a", "a", "a", "wait", "b", "b", "b"] + ["wait"]
-    assert found == pytest.approx([3.0, 4.0])
+    assert both_us == pytest.approx([3.0, 4.0])
     assert Timer(one).host_us() == []

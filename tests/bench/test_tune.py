@@ -23,6 +23,15 @@ COSTS = {1: 3e-6, 2: 2e-6, 4: 1e-6, 8: 0.5e-6, 16: 1.995e-6}  # 8 is the fastest
 SPACE = [{"warps": w} for w in COSTS]
 
 
+def interrupted(point):
+    """The same point of a sweep, of which Ctrl-C comes before anything is measured."""
+
+    def prepare():
+        raise KeyboardInterrupt
+
+    return dataclasses.replace(point, prepare=prepare)
+
+
 def tunable(fake, space=SPACE):
     def make(rows):
         torch.manual_seed(rows)
@@ -124,7 +133,7 @@ def test_a_sweep_writes_as_it_goes_and_goes_on_where_it_was_cut(tmp_path, monkey
     monkeypatch.setattr(tune, "DONE", tmp_path / "done")
     path, fake, lines = tmp_path / "nvidia-test.json", Fake(), []
     first, second = tunable(fake)
-    cut = dataclasses.replace(second, prepare=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    cut = interrupted(second)
     with pytest.raises(KeyboardInterrupt):
         tune.swept("toy", [first, cut], fake, path, lines.append)
     assert tune.read(path) == {"toy": {"16x32": {"warps": 4}}}
@@ -146,7 +155,7 @@ def test_a_layer_that_is_swept_meanwhile_leaves_what_a_cut_sweep_has_done(tmp_pa
     path, fake, lines = tmp_path / "nvidia-test.json", Fake(), []
     first, second = tunable(fake)
     third = dataclasses.replace(second, key="64x32")
-    cut = dataclasses.replace(second, prepare=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    cut = interrupted(second)
     with pytest.raises(KeyboardInterrupt):
         tune.swept("toy", [first, cut, third], fake, path, lines.append)
     tune.swept("toy", [third], fake, path, lines.append)
@@ -198,7 +207,7 @@ def test_a_sweep_during_another_keeps_what_both_have_done(tmp_path, monkeypatch)
     path, fake, lines = tmp_path / "nvidia-test.json", Fake(), []
     first, second = tunable(fake)
     third = dataclasses.replace(second, key="64x32")
-    cut = dataclasses.replace(second, prepare=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    cut = interrupted(second)
 
     def during_another():
         with pytest.raises(KeyboardInterrupt):

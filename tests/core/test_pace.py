@@ -22,11 +22,11 @@ def paced(monkeypatch):
 
 def test_the_fastest_look_is_the_full_pace(paced):
     one, takes = paced
-    found = []
+    was_full = []
     for seconds in (1.0, 1.2, 1.3, 0.9, 1.2, 1.1):
         takes[:] = [seconds, seconds]
-        found.append(one.is_full())
-    assert found == [True, True, False, True, False, True] and one.least == pytest.approx(0.9)
+        was_full.append(one.is_full())
+    assert was_full == [True, True, False, True, False, True] and one.least == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("takes", [(1.0, 9.0), (9.0, 1.0)])

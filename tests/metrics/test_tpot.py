@@ -168,9 +168,9 @@ def in_processes(measured, factors):
         folder = measured / f"run-{number}"
         folder.mkdir()
         for path in measured.glob("*.json"):
-            found = json.loads(path.read_text())
-            found |= {"ms": factor * found["ms"]} if path.name.startswith("step-") else {}
-            (folder / path.name).write_text(json.dumps(found | {"commit": f"commit{number}"}))
+            measurement = json.loads(path.read_text())
+            measurement |= {"ms": factor * measurement["ms"]} if path.name.startswith("step-") else {}
+            (folder / path.name).write_text(json.dumps(measurement | {"commit": f"commit{number}"}))
 
 
 def test_several_processes_give_an_interval(measured):
