@@ -88,7 +88,8 @@ def give_words(device):
 
 
 def take_words(device):
-    words = vocabulary_argmax.words_of(torch.randn(3, 48), 48, 0)
+    logits = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
+    words = vocabulary_argmax.words_of(logits, 48, 0)
     return lambda memory: vocabulary_argmax.take(memory, 3), {"memory": words.to(device)}
 
 
@@ -157,6 +158,12 @@ def test_every_wrong_tensor_is_refused_by_name(name, make, argument, device):
         refused(name, call, inputs | {argument: strided(tensor)}, argument)
     if len(inputs) > 1:
         refused(name, call, inputs | {argument: tensor.to("meta")}, " on ")
+
+
+@pytest.mark.parametrize("name, make", EVERY)
+def test_inputs_are_the_same_when_made_again(name, make):
+    """The test below makes them once for a GPU and once for a CPU."""
+    torch.testing.assert_close(make("cpu")[1], make("cpu")[1], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
