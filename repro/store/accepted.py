@@ -11,7 +11,8 @@ only names the table and the scale: no number and no path in it is trusted.
     results/<device>/inputs.json.xz            what the hashes of declared inputs stand for
 
 Files of observations are named by their content and never rewritten, and a row names its series by digest: whenever
-writing is interrupted, the rows that are there have their series.
+writing is interrupted, the rows that are there have their series. Of several processes that write, one at a time reads,
+merges and writes.
 """
 
 import json
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.core.errors import UserError
-from repro.core.files import atomic, read_text, write_text
+from repro.core.files import atomic, one_at_a_time, read_text, write_text
 from repro.papers.cell import Cell, CellKey
 from repro.store import folded, measurement, observations, row_list
 from repro.store.measurement import Measurement, from_csv
@@ -177,6 +178,15 @@ def recorded() -> Iterator[set[RowId]]:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _one_writer() -> Iterator[None]:
+    """Let one process at a time read results/, change rows and write them; what was read before is read again."""
+    with one_at_a_time(RESULTS / "of any device"):
+        forget()
+        yield
+        forget()
+
+
 @dataclass(frozen=True, eq=False)
 class AcceptedRow:
     """A checked row with everything that is stored of it.
@@ -192,6 +202,7 @@ class AcceptedRow:
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
+@_one_writer()
 def write(accepted_rows: Iterable[AcceptedRow]) -> dict[str, int]:
     """Merge rows into results/. Series and inputs are written before the rows that need them.
 
@@ -210,7 +221,6 @@ def write(accepted_rows: Iterable[AcceptedRow]) -> dict[str, int]:
         merged[path] = _others(path, of, rows) | rows
     for path, rows in merged.items():  # all that is there was read and checked
         _write(path, [rows[key] for key in sorted(rows)])
-    forget()
     return {str(path): len(rows) for path, rows in new.items()}
 
 
@@ -278,6 +288,7 @@ def store(path: Path, rows: Sequence[StoredRow]) -> None:
     row_list.write(path, rows)
 
 
+@_one_writer()
 def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, int]:
     """Pass every stored row through a function and store what it returns, as when a scale is renamed.
 
@@ -311,7 +322,6 @@ def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, in
         _write(path, [new[path][key] for key in sorted(new[path])])
     for folder in {path.parent for path in changed_files}:
         _write_inputs(folder, ())  # without those of rows that are gone
-    forget()
     return {str(path): len(new[path]) for path in sorted(changed_files)}
 
 
