@@ -23,6 +23,7 @@ wildcard_constraints:
     table="[a-z0-9/-]+",
     figure="[a-z]+/[a-z0-9-]+|leaderboard",
     page="[a-z]+",
+    part="[a-z]+[0-9]*",
 
 
 rule all:
@@ -99,3 +100,17 @@ use rule figure as page with:
         "build/logs/docs/{page}.txt",
     benchmark:
         "build/benchmarks/docs/{page}.tsv"
+
+
+# The page of one table, or of all figures, is written with its paper's page.
+rule page_part:
+    input:
+        flow.page_of_part,
+    output:
+        update("docs/{page}/{part}.md"),
+    log:
+        "build/logs/docs/{page}/{part}.txt",
+    params:
+        scale=flow.config,
+    script:
+        flow.script("part")

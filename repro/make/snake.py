@@ -19,7 +19,7 @@ from repro.metrics import KINDS
 from repro.papers.cell import table_name
 from repro.results import replicate
 from repro.specs import figures, scale, tables
-from repro.specs.names import FORMATS, OWN, canonical
+from repro.specs.names import FORMATS, OWN, canonical, check_targets, page_with
 from repro.store import accepted, kernel_rows, provenance
 from repro.store.job import Job
 from repro.store.stored_row import ENDING
@@ -187,6 +187,14 @@ class SnakemakeAdapter:
         paths += (ROOT / "repro" / "papers" / wildcards.page).iterdir()
         paths += accepted.files()
         return _known_as([*self._drawing(), *sorted([HOME / "tables" / "table1.yaml", *paths])])
+
+    @plainly
+    def page_of_part(self, wildcards: Any) -> str:
+        """The paper's page that the page of one of its tables, or of its figures, is written with."""
+        part = f"docs/{wildcards.page}/{wildcards.part}.md"
+        page = page_with(part)
+        check_targets([page])
+        return page
 
     def _drawing(self) -> list[Path]:
         """The file of the hash of the code that draws: drawing is cheap, so it is done again after any change of it."""

@@ -3,10 +3,12 @@
 import contextlib
 import os
 import re
+import runpy
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import dag
 import pandas as pd
@@ -15,6 +17,7 @@ import yaml
 
 from repro import papers
 from repro.core.files import ROOT
+from repro.render import draw
 from repro.results import replicate
 from repro.specs import scale
 from repro.workflow.workflow import Workflow
@@ -151,6 +154,34 @@ def test_everything_is_planned(built):
     own |= {"table tables/own-numbers.csv"}
     own |= {"figure figures/leaderboard.svg"}
     assert printed - {f"table {dag.TARGET}"} | own <= result and len(printed) == 45  # that one is built already
+
+
+def test_a_page_of_a_table_or_of_figures_is_planned_with_its_papers(tmp_path):
+    """In this checkout, whose pages are there."""
+    parts = ("docs/spear/figures.md", "docs/spear/table3.md")
+    done = dag.quick(dag.snakemake(ROOT, "-n", *parts), tmp_path, ROOT, SCALE="pocket")
+    assert done.code == 0, done.text
+    assert dag.jobs(done.text) == {f"page_part {part} (update)" for part in parts} | {"page docs/spear.md"}
+    done = dag.quick(dag.snakemake(ROOT, "-n", "docs/spear/table99.md"), tmp_path, ROOT, SCALE="pocket")
+    assert done.code == 1 and "Traceback" not in done.text, done.text
+    assert "error: unknown target 'docs/spear/table99.md'; did you mean 'docs/spear.md'" in done.err
+
+
+def test_a_page_of_figures_keeps_what_its_papers_page_has_written_and_is_drawn_where_it_was_removed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    figures, log, drawn = Path("figures.md"), "log.txt", []
+    monkeypatch.setattr(draw, "draw", lambda *words: drawn.append(words) or figures.write_text("drawn"))
+    asked = SimpleNamespace(output=[figures], log=[log], params=SimpleNamespace(scale="{}"))
+    asked.wildcards = SimpleNamespace(page="spear", part="figures")
+    script = ROOT / "repro" / "make" / "part_script.py"
+    runpy.run_path(script, {"snakemake": asked})
+    assert drawn == [("{}", "page", "spear", log)] and figures.read_text() == "drawn"
+    figures.write_text("of the paper's page")
+    os.utime(figures, (0, 0))
+    runpy.run_path(script, {"snakemake": asked})
+    assert figures.read_text() == "of the paper's page" and figures.stat().st_mtime > 0 and len(drawn) == 1
 
 
 @pytest.mark.parametrize("name", ["pocket", "gpu", pytest.param("paper", marks=pytest.mark.slow)])
