@@ -783,10 +783,11 @@ def plan_multicast(
     wgs = warpgroups(config)
     tiles = -(-count // tokens) * -(-rows // (64 * wgs * config["PAIR"]))
     constants = {"MT": tokens} | {name: config[name] for name in MULTICAST_CONSTANTS if name != "MB"}
-    constants |= {"WGS": wgs, "CLUSTER": together}
+    producer = config.get("PRODUCER", 1)
+    constants |= {"WGS": wgs, "CLUSTER": together, "PRODUCER": producer}
     if known(config, rows, columns, form[1]):
         constants["COLUMNS"] = columns
-    threads, shared = 128 * wgs + 128, multicast_shared_bytes(config, tokens, *form)
+    threads, shared = 128 * (wgs + producer), multicast_shared_bytes(config, tokens, *form)
     return MULTICAST_SOURCE, constants, tiles * together, threads, shared
 
 

@@ -2,24 +2,31 @@
 // compute capability 9.0 and x copied by tensor maps (w4a16_gemm.py).
 //
 // Rows of W are the rows of `wgmma`: D [64, MT] += W [64, 16] x^T [16, MT], W unpacked in registers, once for up to 352
-// tokens, and x in shared memory. One thread copies x; every warp of the others copies, unpacks and multiplies 16 rows of
-// W. PAIR thread blocks of a cluster have the same tokens, and each copies a part of them to all. There is no block-wide
-// barrier in the main loop: each stage of x has two mbarriers, for full and for free.
+// tokens, and x in shared memory. One thread copies x, every warp copies, unpacks and multiplies 16 rows of W. With
+// PRODUCER that thread has a warpgroup to itself, which leaves most of its registers to the others; without it is one of
+// those that multiply, and between two products it copies what half of the stages wait for: 128 registers for each of
+// four warpgroups, the sums of 160 tokens. PAIR thread blocks of a cluster have the same tokens, and each copies a part
+// of them to all. There is no block-wide barrier in the main loop: each stage of x has two mbarriers, for full and for
+// free.
 //
 // Compile-time constants: BITS, GROUP columns (0: one group per row), SYMMETRIC, BF16 (unpack.cuh);
-//   WGS     warpgroups that unpack and multiply, 2 or 4, 64 rows each
+//   WGS     warpgroups that unpack and multiply, 2 to 4, 64 rows each
 //   MT      tokens of a tile, a multiple of 8 PAIR     STAGES  stages of 64 columns of x in shared memory
 //   RING    stages of 128 columns of packed words, per warp that unpacks
 //   SPLIT   thread blocks of a cluster that split K    PAIR    those with the same columns of x; CLUSTER is all of them
-//   COLUMNS K, if nothing ends within a tile or a stage
+//   COLUMNS K, if nothing ends within a tile or a stage        PRODUCER  1: a warpgroup of its own copies x
 
 #include "beside.cuh"
 #include "unpack.cuh"
 
 constexpr int KS = 128, STEP = 64;             // columns of a stage of W, and of x
-constexpr int PART = WGS > 2 ? 32 : STEP;      // columns that are unpacked and multiplied at a time
-// Registers of a thread: the block is launched with 168 or, with four warpgroups that multiply, 96 for each.
-constexpr int FEWER = WGS > 2 || MT > 336 ? 24 : 40, MORE = WGS > 2 ? 112 : MT > 336 ? 240 : 232;
+// Registers of a thread with PRODUCER: the block is launched with 168, 128 or 96 for each (WGS 2, 3, 4).
+constexpr int FEWER = WGS > 2 || MT > 336 ? 24 : 40, MORE = WGS == 4 ? 112 : WGS == 3 ? 160 : MT > 336 ? 240 : 232;
+// Columns that are unpacked and multiplied at a time: as many as leave registers for the sums.
+constexpr int MOST_OF_WHOLE_STEPS = WGS == 2 ? 352 : WGS == 3 ? 160 : PRODUCER ? 0 : 112;  // tokens
+constexpr int PART = MT <= MOST_OF_WHOLE_STEPS ? STEP : 32;
+static_assert(PRODUCER || STAGES > 1, "a stage is copied while another is read");
+constexpr int BEHIND = STAGES / 2;             // stages after which a thread that multiplies copies into one again
 constexpr int WARPS = 4 * WGS, NT = MT / 8, ROWS = 16 * WARPS, DEPTH = KS / KB;
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
 constexpr int X = MT * STEP * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
@@ -41,7 +48,7 @@ extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER)
 #endif
-    __launch_bounds__(32 * WARPS + 128, 1)
+    __launch_bounds__(32 * WARPS + 128 * PRODUCER, 1)
         gemm(const __grid_constant__ TensorMap x, const uint4* codes, const Scales* scales, u16* y, int M, int N,
              int columns_of_x, int all_groups) {
     extern __shared__ __align__(1024) char shared[];
@@ -101,16 +108,19 @@ __cluster_dims__(CLUSTER)
     __syncthreads();
     if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // every block has initialized its mbarriers
 
-    if (is_producer) {
+    auto copy_x = [&](Stage column, int i) {  // this block's part of the tokens into stage i, which is free
+        signal_expect(full + i * 8, X);
+        const u32 to = stages + i * X + half * BOX * 128;
+        if (PAIR == 1) UNROLL for (int b = 0; b < BOXES; b++) copy_box(to + b * BOX * 128, &x, own + column, m0 + b * BOX, full + i * 8);
+        else copy_box(to, &x, own + column, m0 + half * BOX, full + i * 8, TOGETHER << rank);
+    };
+    if (PRODUCER && is_producer) {
         fewer_registers<FEWER>();
         if (threadIdx.x == 32 * WARPS) {
             int i = 0, phase = 0;
-            for (Stage column = begin * KS + own; column < end * KS + own; column += STEP) {
+            for (Stage column = begin * KS; column < end * KS; column += STEP) {
                 signal_wait(free + i * 8, phase - 1);  // in phase 0 every stage is free
-                signal_expect(full + i * 8, X);
-                const u32 to = stages + i * X + half * BOX * 128;
-                if (PAIR == 1) UNROLL for (int b = 0; b < BOXES; b++) copy_box(to + b * BOX * 128, &x, column, m0 + b * BOX, full + i * 8);
-                else copy_box(to, &x, column, m0 + half * BOX, full + i * 8, TOGETHER << rank);
+                copy_x(column, i);
                 if (++i == STAGES) i = 0, phase++;
             }
         }
@@ -119,7 +129,12 @@ __cluster_dims__(CLUSTER)
         cluster_arrive();
 #endif
     } else {
-        more_registers<MORE>();
+        const bool copies_x = !PRODUCER && threadIdx.x == 0;
+        if (PRODUCER) more_registers<MORE>();
+        else if (copies_x) {
+            Stage column = begin * KS;
+            for (int i = 0; i < STAGES && column < end * KS; i++, column += STEP) copy_x(column, i);
+        }
         u32 held[HELD];
         Scales scaling[FOLDS];
         // A lane of `wgmma` has columns 2 t, 2 t + 1 of each eight, a lane's packed words (packing.py) eight neighbouring
@@ -172,6 +187,14 @@ __cluster_dims__(CLUSTER)
                 if (column % STEP == 0 && before >= 0) {
                     if (PAIR == 1) { if (lane == 0) signal_arrive(free + before * 8); }
                     else if (lane < PAIR) signal_arrive(free + before * 8, lane * SPLIT + rank);
+                }
+                if (column % STEP == 0 && copies_x) {  // into the stage that was read BEHIND stages ago
+                    const Stage read = slab * KS + column, next = read + (STAGES - BEHIND) * STEP;
+                    if (read >= begin * KS + BEHIND * STEP && next < end * KS) {
+                        const int stage = i < BEHIND ? i + STAGES - BEHIND : i - BEHIND;
+                        signal_wait(free + stage * 8, i < BEHIND ? phase - 1 : phase);
+                        copy_x(next, stage);
+                    }
                 }
                 if ((column + PART) % STEP == 0) {
                     before = i;

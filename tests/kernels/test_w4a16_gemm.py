@@ -228,11 +228,16 @@ def test_multicast_source_on_the_cpu(case, monkeypatch):
         assert error(sign * launch(tokens, packed.codes, packed.scale_zero), want) < BOUND[case[3]]
 
 
-KNOWN_MULTICAST_CASES = [  # the same with columns in whole stages; WGS MT STAGES RING SPLIT PAIR
+KNOWN_MULTICAST_CASES = [  # the same with columns in whole stages; WGS MT STAGES RING SPLIT PAIR, and PRODUCER
     (4, 128, False, "bfloat16", 97, 200, 1920, (2, 104, 4, 3, 3, 1)),
     (4, 128, False, "bfloat16", 97, 520, 1280, (4, 112, 6, 3, 2, 2)),
     (4, 64, True, "float16", 70, 128, 896, (2, 72, 3, 3, 1, 1)),
     (2, 128, False, "bfloat16", 65, 256, 1280, (4, 72, 8, 4, 2, 1)),
+    (4, 128, False, "bfloat16", 65, 500, 1920, (4, 72, 6, 3, 2, 1, 0)),  # nobody but those that multiply copies x
+    (4, 128, False, "bfloat16", 130, 200, 1280, (4, 136, 3, 3, 1, 2, 0)),
+    (4, 64, False, "float16", 70, 400, 1408, (3, 72, 4, 2, 2, 1, 0)),
+    (4, 128, False, "float16", 97, 200, 896, (3, 104, 6, 3, 1, 1, 1)),
+    (4, 128, False, "bfloat16", 66, 130, 256, (3, 72, 8, 2, 1, 1, 0)),  # more stages than there are columns
 ]
 
 
@@ -240,12 +245,12 @@ def of_known_multicast(case):
     """x, weight and configuration of a case."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
     x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-    config = dict(zip(("WGS", "MT", "STAGES", "RING", "SPLIT", "PAIR"), numbers))
+    config = dict(zip(("WGS", "MT", "STAGES", "RING", "SPLIT", "PAIR", "PRODUCER"), numbers))
     return x, random_weight(rows, columns, bits, group, symmetric), config
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(KNOWN_MULTICAST_CASES, (0, 1)), ids=str)
+@pytest.mark.parametrize("case", some_slow(KNOWN_MULTICAST_CASES, (0, 1, 4, 5, 6)), ids=str)
 def test_multicast_source_with_known_columns_on_the_cpu(case, monkeypatch):
     """The same sums to the last bit."""
     x, packed, config = of_known_multicast(case)
@@ -570,6 +575,7 @@ def test_headers_take_no_name_that_a_kernel_is_given():
         "COLUMNS",
         *w4a16_gemm.WGMMA_CONSTANTS,
         *w4a16_gemm.MULTICAST_CONSTANTS,
+        "PRODUCER",
         "BITS",
         "GROUP",
         "SYMMETRIC",
