@@ -46,21 +46,26 @@ from repro.kernels.launch_config import CLUSTERS, lacks, launch_config, processo
 from repro.kernels.launches import Mapped, Parameter, Step, behind
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 from repro.kernels.prepared import blank
+from repro.kernels.w4a16_tiles import (
+    CANDIDATES,
+    LEAST_MULTICAST,
+    MAX_ROWS,
+    MMA,
+    MOST_TOKENS,
+    MULTICAST,
+    WGMMA,
+    tokens_of,
+)
 
 SOURCE = Path(__file__).with_suffix(".cu")
 WGMMA_SOURCE = SOURCE.with_name("w4a16_wgmma.cu")
 MULTICAST_SOURCE = SOURCE.with_name("w4a16_multicast.cu")
-MAX_ROWS = 2048
 TAIL = "w4a16_gemm_tail"  # where configurations for a second launch are recorded
 LEAST_TILE = 16  # tokens of a tile, unless its configuration has fewer
 MOST_BOX = 256  # rows of a box of a tensor map
-LEAST_MULTICAST = (
-    97  # tokens: up to 96 of 14336 x 4096 and 8192 x 8192 the other source takes 0.90 and 0.93 of its time
-)
-MOST_FEW, MOST_MIDDLE, MOST_NARROW, MOST_WIDE = 32, 48, 64, 112  # tokens up to which few, middle, wide are chosen from
-MOST_KNOWN = 24  # tokens up to which columns that are a constant of the source are chosen from
-MOST_FOUR = 128  # tokens up to which four warpgroups that share x by tensor maps are chosen from
-MOST_LOOP = 128  # tokens up to which configurations with an unrolled loop are chosen from
+SPACE = [candidate.config for candidate in itertools.chain.from_iterable(CANDIDATES.values())]
+MULTICAST_STAGE = 128  # columns of a stage of words of `w4a16_multicast.cu`
+MOST_SUMS, MOST_LOOP = 32, 128  # tokens of a tile whose sums are scaled; up to which an unrolled loop is estimated
 LEAST_HEAD, MOST_BESIDE = 256, 64  # tokens of the larger of two launches beside each other, and of the smaller
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed
@@ -73,166 +78,8 @@ CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones)
     {"M": 65, "N": 300, "K": 1536, "bits": 2, "group": 64, "symmetric": False, "dtype": "float16", "seed": 6},
     {"M": 17, "N": 300, "K": 1032, "bits": 8, "group": 0, "symmetric": True, "dtype": "bfloat16", "seed": 7},
 ]
-CONSTANTS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "SPLIT")  # of `w4a16_gemm.cu`
-TILES = [  # CONSTANTS without SPLIT
-    (16, 1, 2, 4, 512, 6, 1, 0), (16, 1, 1, 8, 1024, 4, 1, 0), (16, 1, 2, 8, 1024, 4, 1, 0),
-    (16, 1, 3, 4, 512, 6, 1, 0), (16, 1, 4, 4, 512, 4, 1, 0), (16, 1, 4, 4, 1024, 3, 1, 0),
-    (16, 1, 5, 4, 512, 5, 1, 0), (16, 1, 6, 4, 512, 4, 1, 0), (16, 1, 7, 4, 512, 4, 1, 0),
-    (16, 2, 4, 2, 256, 6, 1, 0), (16, 1, 1, 4, 512, 5, 2, 0), (16, 1, 1, 4, 512, 2, 4, 0),
-    (32, 2, 2, 4, 512, 3, 1, 0), (32, 1, 2, 2, 256, 5, 2, 0), (32, 1, 2, 4, 512, 4, 1, 0),
-    (32, 1, 5, 4, 512, 3, 1, 0), (32, 3, 2, 4, 512, 3, 1, 0), (32, 2, 4, 2, 256, 5, 1, 0),
-    (32, 2, 4, 3, 384, 3, 1, 0), (64, 2, 2, 4, 256, 3, 1, 1), (64, 2, 4, 2, 256, 3, 1, 1),
-    (64, 3, 2, 4, 256, 2, 1, 1), (64, 1, 2, 4, 256, 4, 1, 1), (64, 1, 2, 2, 256, 2, 2, 0),
-    (64, 1, 4, 1, 128, 4, 2, 0),
-]  # fmt: skip
 MOST_SHARED = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448}  # bytes per block, by capability
 LEAST_SHARED = 101376  # of all other devices of capability 8.0 or later
-WGMMA_CONSTANTS = ("WGS", "MB", "KS", "STAGES", "RING", "SPLIT")  # of `w4a16_wgmma.cu`, which gets 64 MB tokens as MT
-WGMMA_TILES = [
-    (1, 1, 256, 5, 4), (1, 1, 256, 3, 4), (1, 1, 128, 8, 4), (2, 1, 256, 3, 4), (2, 1, 128, 8, 4), (2, 1, 128, 5, 4),
-    (3, 1, 128, 8, 3), (3, 1, 128, 6, 4), (4, 1, 128, 5, 3), (1, 2, 128, 4, 3), (2, 2, 128, 3, 3), (2, 2, 64, 6, 4),
-    (3, 2, 64, 5, 4),
-]  # fmt: skip
-MORE_WGMMA_TILES = [  # fastest at some shape of an H200 in an earlier sweep
-    (1, 1, 128, 3, 6), (1, 1, 128, 5, 6), (1, 1, 128, 8, 6), (1, 1, 256, 3, 6), (2, 1, 128, 3, 6), (2, 1, 128, 3, 8),
-    (2, 1, 128, 5, 6), (2, 1, 128, 8, 6), (2, 2, 64, 5, 6), (2, 2, 128, 3, 6), (3, 1, 128, 3, 6), (3, 2, 64, 3, 6),
-    (3, 2, 64, 5, 6), (4, 1, 128, 5, 4),
-]  # fmt: skip
-LARGE_WGMMA_TILES = [(2, 3, 64, 4, 4)]  # for 129 to 192 tokens, which fill no two tiles of 128
-PLAIN_SPACE = []  # of the first two sources
-for constants, tiles in (
-    (CONSTANTS, TILES),
-    (WGMMA_CONSTANTS, WGMMA_TILES + MORE_WGMMA_TILES + LARGE_WGMMA_TILES),
-):
-    for tile in tiles:
-        for split in (1, 2, 3, 4, 5, 6, 7, 8):
-            PLAIN_SPACE.append(dict(zip(constants, (*tile, split))))
-MULTICAST_STAGE = 128  # columns of a stage of words of `w4a16_multicast.cu`
-MULTICAST_CONSTANTS = ("MB", "STAGES", "RING", "SPLIT", "PAIR")  # of `w4a16_multicast.cu`, likewise
-MULTICAST_TILES = [
-    (2, 6, 4),
-    (3, 6, 3),
-    (4, 4, 3),
-    (5, 4, 3),
-]  # fastest on an H200, with what fits into shared memory
-MULTICAST_SPACE = []
-for tile, pair, split in itertools.product(MULTICAST_TILES, (1, 2), (1, 2, 3, 4)):
-    MULTICAST_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (*tile, split, pair))))
-MOST_TOKENS = 352  # of a tile: the registers hold no more sums
-for split in (1, 2, 3, 4):
-    MULTICAST_SPACE.append({"MT": MOST_TOKENS, "STAGES": 4, "RING": 3, "SPLIT": split, "PAIR": 1})
-FOUR_SPACE = [  # of the same source: 256 rows, which four warpgroups multiply, for 97 to 128 tokens
-    {"WGS": 4, "MT": 128, "STAGES": 4, "RING": 3, "SPLIT": 1, "PAIR": 1}
-]
-BETWEEN_CONSTANTS = ("WGS", "MT", "KS", "STAGES", "RING", "SPLIT")  # of `w4a16_wgmma.cu`, for at most MT tokens a tile
-BETWEEN_TILES = [(4, 96, 64, 5, 6)]  # 256 rows, for which the registers do not hold the sums of 128 tokens
-BETWEEN_SPACE = []
-for tile, split in itertools.product(BETWEEN_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
-    BETWEEN_SPACE.append(dict(zip(BETWEEN_CONSTANTS, (*tile, split))))
-FEW_TILES = [(32, 1, 2, 4, 512, 6, 1, 0), (32, 1, 3, 4, 512, 6, 1, 0), (32, 2, 4, 2, 256, 6, 1, 0),
-             (32, 2, 7, 2, 256, 6, 1, 0)]  # for 17 to 32 tokens: as the fastest ones of 16, more warps  # fmt: skip
-FEW_WGMMA_TILES = [(4, 32, 128, 5, 5)]
-MIDDLE_TILES = [(40, 2, 2, 4, 512, 3, 1, 0), (40, 1, 3, 4, 512, 4, 1, 0), (40, 1, 2, 4, 512, 4, 1, 0)]  # for 33 to 40
-LARGER_MIDDLE_TILES = [(48, 3, 1, 8, 512, 3, 1, 0)]  # for 41 to 48
-MIDDLE_WGMMA_TILES = [(2, 48, 256, 3, 3), (2, 48, 128, 8, 6)]
-WIDE_TILES = [(4, 80, 128, 3, 4), (3, 80, 128, 3, 4), (2, 80, 128, 4, 4), (1, 80, 256, 3, 4)]  # for 65 to 80 tokens
-WIDER_TILES = [(4, 96, 128, 3, 3), (3, 96, 128, 4, 4), (2, 96, 256, 2, 4), (1, 96, 256, 3, 3)]  # for 81 to 96
-WIDEST_TILES = [(3, 112, 128, 3, 3), (1, 112, 256, 3, 3)]  # for 97 to 112
-FEW_SPACE, MIDDLE_SPACE, WIDE_SPACE = [], [], []
-for space, constants, tiles in (
-    (FEW_SPACE, CONSTANTS, FEW_TILES),
-    (FEW_SPACE, BETWEEN_CONSTANTS, FEW_WGMMA_TILES),
-    (MIDDLE_SPACE, CONSTANTS, MIDDLE_TILES),
-    (MIDDLE_SPACE, BETWEEN_CONSTANTS, MIDDLE_WGMMA_TILES),
-    (MIDDLE_SPACE, CONSTANTS, LARGER_MIDDLE_TILES),
-    (WIDE_SPACE, BETWEEN_CONSTANTS, WIDE_TILES + WIDER_TILES + WIDEST_TILES),
-):
-    for tile, split in itertools.product(tiles, (1, 2, 3, 4, 5, 6, 7, 8)):
-        space.append(dict(zip(constants, (*tile, split))))
-KNOWN_TILES = [  # fastest at some shape of an H200 with columns that are a constant of the source, up to 32 tokens
-    (24, 1, 3, 4, 512, 5, 1, 0), (24, 2, 4, 4, 512, 3, 1, 0), (24, 2, 7, 2, 256, 5, 1, 0),
-    (24, 4, 2, 4, 512, 3, 1, 0), (24, 2, 2, 6, 768, 3, 1, 0), (24, 2, 1, 4, 512, 6, 1, 0),
-    (24, 1, 1, 4, 512, 7, 1, 0), (24, 1, 1, 4, 1024, 3, 1, 0), (24, 1, 1, 8, 512, 7, 1, 0),
-    (16, 1, 1, 4, 512, 8, 1, 0), (16, 1, 4, 4, 1024, 3, 1, 0), (32, 1, 1, 4, 1024, 3, 1, 0),
-    (32, 1, 1, 8, 512, 6, 1, 0), (32, 2, 2, 4, 512, 4, 1, 0), (32, 1, 5, 4, 512, 3, 1, 0),
-]  # fmt: skip
-UNKNOWN_TILES = [  # the same with columns that are an argument
-    (24, 2, 2, 4, 512, 4, 1, 0), (24, 2, 1, 8, 1024, 3, 1, 0), (16, 2, 2, 4, 512, 5, 1, 0), (32, 1, 1, 4, 512, 5, 1, 0),
-    (32, 1, 3, 3, 384, 6, 1, 0), (32, 2, 1, 4, 512, 5, 1, 0), (32, 1, 3, 4, 512, 4, 1, 0),
-]  # fmt: skip
-EIGHT_TILES = [  # for up to 8 tokens, with columns that are a constant
-    (8, 1, 1, 8, 2048, 4, 1, 0), (8, 1, 2, 8, 1024, 6, 1, 0), (8, 1, 2, 8, 2048, 3, 1, 0),
-    (8, 1, 4, 4, 1024, 3, 1, 0), (8, 1, 5, 3, 768, 4, 1, 0), (8, 2, 1, 8, 1024, 6, 1, 0), (8, 2, 2, 4, 512, 8, 1, 0),
-    (8, 2, 2, 8, 2048, 2, 1, 0), (8, 2, 4, 4, 1024, 2, 1, 0), (8, 2, 7, 2, 256, 6, 1, 0), (8, 3, 1, 8, 1024, 5, 1, 0),
-]  # fmt: skip
-EIGHT_UNKNOWN_TILES = [  # the same with columns that are an argument
-    (8, 1, 2, 8, 1024, 4, 1, 0), (8, 1, 5, 4, 512, 7, 1, 0), (8, 1, 6, 4, 512, 4, 1, 0),
-]  # fmt: skip
-KNOWN_SPACE, EIGHT_SPACE = [], []
-for space, tiles, known_columns in (
-    (KNOWN_SPACE, KNOWN_TILES, {"KNOWN": 1}),
-    (KNOWN_SPACE, UNKNOWN_TILES, {}),
-    (EIGHT_SPACE, EIGHT_TILES, {"KNOWN": 1}),
-    (EIGHT_SPACE, EIGHT_UNKNOWN_TILES, {}),
-):
-    for tile, split in itertools.product(tiles, (1, 2)):
-        space.append(dict(zip(CONSTANTS, (*tile, split))) | known_columns)
-MORE_KNOWN_TILES = [  # for 9 tokens and more
-    (16, 1, 2, 8, 1024, 4, 1, 0), (16, 1, 5, 4, 512, 5, 1, 0), (16, 1, 7, 4, 1024, 2, 1, 0),
-    (16, 2, 1, 8, 1024, 4, 1, 0), (16, 4, 1, 8, 1024, 3, 1, 0), (16, 2, 2, 4, 512, 6, 1, 0),
-    (16, 3, 1, 4, 512, 7, 1, 0), (24, 2, 2, 4, 512, 4, 1, 0), (40, 1, 1, 8, 512, 5, 1, 0),
-    (40, 1, 2, 4, 512, 4, 1, 0), (40, 1, 3, 4, 512, 4, 1, 0), (48, 1, 1, 8, 512, 4, 1, 0),
-]  # fmt: skip
-SMALL_KNOWN_TILES = [  # for few rows, with more splits
-    (8, 1, 1, 4, 512, 8, 4, 0), (16, 1, 1, 4, 512, 2, 4, 0), (32, 1, 2, 2, 256, 5, 2, 0),
-]  # fmt: skip
-LOOP_TILES = [  # of `w4a16_wgmma.cu` with an unrolled loop, chosen from: BETWEEN_CONSTANTS without SPLIT, and SCALED
-    (4, 24, 128, 8, 8, 0), (4, 32, 128, 6, 6, 0), (4, 32, 128, 4, 4, 0), (3, 32, 128, 6, 6, 0), (2, 32, 128, 8, 8, 0),
-    (1, 32, 256, 4, 4, 0), (4, 48, 128, 4, 4, 0), (3, 48, 128, 4, 4, 0), (2, 48, 128, 8, 8, 0), (1, 48, 256, 3, 3, 0),
-    (4, 64, 128, 3, 3, 1), (3, 64, 128, 4, 4, 1), (2, 64, 256, 3, 3, 1), (2, 64, 128, 4, 4, 1), (1, 64, 256, 3, 3, 1),
-    (4, 80, 128, 3, 3, 1), (2, 80, 128, 4, 4, 1), (1, 80, 256, 3, 3, 1), (4, 96, 128, 3, 3, 1), (4, 96, 128, 2, 4, 1),
-    (3, 96, 128, 3, 3, 1),
-]  # fmt: skip
-LOOP_MULTICAST_TILES = [(2, 6, 3), (2, 8, 4)]  # of `w4a16_multicast.cu`: MULTICAST_CONSTANTS, likewise
-MORE_THAN = {24: 8, 32: 8, 48: 32, 64: 40, 80: 64, 96: 64, 128: 96}  # by tokens of such a tile: it is chosen for more
-LOOP_SPACE = []
-for (*tile, scaled), split in itertools.product(LOOP_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
-    config = dict(zip(BETWEEN_CONSTANTS, (*tile, split))) | {"KNOWN": 1}
-    LOOP_SPACE.append(config if scaled else config | {"SCALED": 0})
-for tile, split in itertools.product(LOOP_MULTICAST_TILES, (1, 2, 3, 4)):
-    LOOP_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (*tile, split, 1))) | {"KNOWN": 1})
-for split in (1, 2):
-    LOOP_SPACE.append({"WGS": 4, "MT": 128, "STAGES": 8, "RING": 4, "SPLIT": split, "PAIR": 1, "KNOWN": 1})
-TURNS_TILES = [  # more of them, recorded alone
-    (4, 32, 128, 5, 5, 0), (2, 32, 256, 3, 3, 0), (2, 32, 256, 4, 4, 0), (3, 48, 128, 5, 5, 0), (2, 48, 128, 6, 6, 0),
-    (2, 48, 256, 3, 3, 0), (2, 48, 256, 4, 4, 0), (1, 48, 256, 4, 4, 0), (3, 80, 128, 3, 3, 1), (2, 80, 128, 4, 8, 1),
-    (2, 96, 128, 4, 4, 1), (1, 64, 128, 5, 5, 1), (1, 64, 128, 8, 8, 0), (1, 64, 256, 4, 4, 1),
-    (1, 64, 256, 5, 5, 0), (2, 64, 128, 6, 6, 1), (2, 64, 128, 8, 4, 1), (4, 64, 128, 4, 4, 1), (2, 96, 256, 2, 4, 1),
-    (1, 112, 256, 2, 4, 1), (3, 112, 128, 3, 3, 1), (2, 128, 128, 3, 3, 1), (3, 128, 64, 3, 3, 1),
-]  # fmt: skip
-TURNS_SPACE = []  # fastest at some shape of an H200 with columns that are a constant; recorded, not chosen from
-for tiles, splits in ((MORE_KNOWN_TILES, (1, 2)), (SMALL_KNOWN_TILES, (2, 4, 8))):
-    for tile, split in itertools.product(tiles, splits):
-        TURNS_SPACE.append(dict(zip(CONSTANTS, (*tile, split))) | {"KNOWN": 1})
-for (*tile, scaled), split in itertools.product(TURNS_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
-    config = dict(zip(BETWEEN_CONSTANTS, (*tile, split))) | {"KNOWN": 1}
-    TURNS_SPACE.append(config if scaled else config | {"SCALED": 0})
-for split in (1, 2, 3, 4):
-    TURNS_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (4, 4, 2, split, 1))) | {"KNOWN": 1})
-SPACES = {
-    "plain": PLAIN_SPACE,
-    "multicast": MULTICAST_SPACE,
-    "between": BETWEEN_SPACE,
-    "few": FEW_SPACE,
-    "wide": WIDE_SPACE,
-    "middle": MIDDLE_SPACE,
-    "four": FOUR_SPACE,
-    "known": KNOWN_SPACE,
-    "turns": TURNS_SPACE,
-    "loop": LOOP_SPACE,
-    "eight": EIGHT_SPACE,
-}
-SPACE = list(itertools.chain.from_iterable(SPACES.values()))
 
 
 def random_weight(case: dict) -> packing.PackedWeight:
@@ -263,7 +110,6 @@ def unsupported(device: torch.device | str) -> str | None:
 
 TOKENS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 256)  # numbers of tokens with their own configurations
 SERVED = (16, 24, 32, 64, 80, 96, 112, 128)  # each serves all tokens above the one before it
-FILLED = (16, 24, 32, 64, 80)  # tokens of tiles of the plain space
 ESTIMATED = (8, 16, 24, 32, 40, 48, 64, 80)  # as many as which fewer tokens are estimated
 
 
@@ -288,7 +134,7 @@ def recorded_for(
 
 
 def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False) -> dict:
-    """The tuned configuration, or that of all `SPACES` with the least `estimate`.
+    """The tuned configuration, or that of all `CANDIDATES` with the least `estimate`.
 
     A launch `beside` another takes what is recorded as "w4a16_gemm_tail", if anything is, and no unrolled loop is
     chosen for it: what is fastest alone may have thread blocks or clusters that find no room beside others.
@@ -305,11 +151,7 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str,
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     sizes = tokens, n, k, bits, processors(device)
-    able = []
-    for space in chosen_from(tokens, bits, capability):
-        if beside and space == "loop":
-            continue
-        able.append(cheapest(space, *sizes, capability))
+    able = [cheapest(*sizes, capability, beside)]
     if tuned and (tokens >= LEAST_MULTICAST or "PAIR" not in tuned):
         # Of equal estimates it comes first where its tile is full: its stages are as many as fit beside that one.
         full = trimmed(tuned, m) == tokens_of(tuned)
@@ -317,60 +159,35 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str,
     return min(able, key=lambda config: estimate(config, *sizes))
 
 
-def chosen_from(tokens: int, bits: int, capability: tuple[int, int]) -> list[str]:
-    """The names of the `SPACES` that a configuration for so many tokens is chosen from."""
-    least_and_most = {
-        "plain": (1, MAX_ROWS),
-        "eight": (1, 8),
-        "few": (LEAST_TILE + 1, MOST_FEW),
-        "known": (LEAST_TILE + 1, MOST_KNOWN),
-        "middle": (MOST_FEW + 1, MOST_MIDDLE),
-    }
-    if capability == (9, 0):
-        if bits > 2:  # of 2 bits a stage is 128 columns
-            least_and_most |= {"wide": (MOST_NARROW + 1, MOST_WIDE), "between": (MOST_NARROW + 1, MAX_ROWS)}
-        least_and_most |= {"multicast": (LEAST_MULTICAST, MAX_ROWS), "four": (LEAST_MULTICAST, MOST_FOUR)}
-        if bits == 4:
-            least_and_most["loop"] = (min(MORE_THAN.values()) + 1, MOST_LOOP)
-    return [space for space, (least, most) in least_and_most.items() if least <= tokens <= most]
-
-
 @lru_cache(maxsize=4096)
 def cheapest(
-    space: str, m: int, n: int, k: int, bits: int = 4, sms: int = 132, capability: tuple[int, int] = (9, 0)
+    m: int, n: int, k: int, bits: int = 4, sms: int = 132, capability: tuple[int, int] = (9, 0), beside: bool = False
 ) -> dict[str, int]:
-    """The configuration of one of `SPACES` with the least `estimate` for m tokens and a weight `[n, k]`, groups of 128.
-
-    Of those that the device runs; of the plain ones only tiles that m tokens fill but for 8.
-    """
-    able = [config for config in SPACES[space] if runs(config, capability)]
-    if space == "loop":
-        able = [config for config in able if suits(config, m)]
-    if space == "plain":
-        able = [config for config in able if tokens_of(config) <= whole(m) + 8]
+    """The candidate with the least `estimate` for m tokens and a weight `[n, k]` in groups of 128."""
+    able = chosen_from(m, bits, capability, beside)
     return min(able, key=lambda config: estimate(config, m, n, k, bits, sms))
 
 
-def suits(config: dict, m: int) -> bool:
-    """Whether one of LOOP_SPACE is chosen from for m tokens: they nearly fill its tile; at most 16 do for 256 rows."""
-    if m <= LEAST_TILE and config.get("WGS") != 4:
-        return False
-    return MORE_THAN[tokens_of(config)] < m <= tokens_of(config)
+def chosen_from(m: int, bits: int, capability: tuple[int, int], beside: bool = False) -> list[dict[str, int]]:
+    """The candidates for m tokens that a device runs; `beside` another launch none with an unrolled loop."""
+    able = []
+    for candidate in itertools.chain.from_iterable(CANDIDATES.values()):
+        fits = candidate.suits(m, bits) and runs(candidate.config, capability)
+        if fits and not (beside and is_unrolled(candidate.config)):
+            able.append(candidate.config)
+    return able
+
+
+def is_unrolled(config: dict) -> bool:
+    """Whether a configuration asks for an unrolled loop, which the source with `mma` does not have."""
+    return "KNOWN" in config and "RT" not in config
 
 
 def runs(config: dict, capability: tuple[int, int]) -> bool:
-    """Whether a device has what the configuration needs: clusters for one that splits K, wgmma for `w4a16_wgmma.cu`."""
-    return (capability >= (9, 0) or config["SPLIT"] == 1) and (capability == (9, 0) or "WGS" not in config)
-
-
-def whole(m: int) -> int:
-    """The next of `FILLED`, then the next multiple of 64: plain tiles are at most as large."""
-    return next((t for t in FILLED if m <= t), -(-m // 64) * 64)
-
-
-def tokens_of(config: dict) -> int:
-    """Tokens of a tile, at most."""
-    return config["MT"] if "MT" in config else 64 * config["MB"]
+    """Whether a device has what a configuration needs: clusters for one that splits K, `wgmma` for two sources."""
+    if "RT" not in config:
+        return capability == (9, 0)
+    return capability >= (9, 0) or config["SPLIT"] == 1
 
 
 def trimmed(config: dict, m: int) -> int:
@@ -426,7 +243,7 @@ def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float
     multiplying = 2 * together * columns * tokens / PRODUCTS["wgmma" if wgmma else "mma"] + unpacking
     wave = START + max(reading, multiplying) + min(reading, multiplying) / 4
     if wgmma:
-        few = tokens if tokens <= MOST_FEW else m
+        few = tokens if tokens <= MOST_SUMS else m
         unrolled = known(config, n, k) and m <= MOST_LOOP
         waits = (SUMS_WAIT if config.get("SCALED") == 0 else LOOP_WAIT) if unrolled else FEW_WAIT
         wave *= next((wait for most, wait in waits.items() if few <= most), LOOP_SHARE if unrolled else 1.0)
@@ -465,7 +282,7 @@ CROWDED = 1.1  # times as long where tiles of fewer than 200 tokens share weight
 
 
 def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:
-    """Microseconds of a product with a configuration of MULTICAST_SPACE; PAIR decides how many clusters fit."""
+    """Microseconds of a product with a configuration of `w4a16_multicast.cu`; PAIR decides how many clusters fit."""
     split, tokens = min(config["SPLIT"], -(-k // 128)), trimmed(config, m)
     tiles = -(-m // tokens) * -(-n // (64 * warpgroups(config) * config["PAIR"]))
     waves = -(-tiles // at_once(split * config["PAIR"], sms))
@@ -709,7 +526,7 @@ def plan_mma(
     config["SPLIT"] = min(config["SPLIT"], -(-columns // config["KS"]))  # at least one stage each
     config["MT"] = trimmed(config, count)
     tiles = -(-count // config["MT"]) * -(-rows // (16 * config["RT"] * config["WR"]))
-    constants = {name: config[name] for name in CONSTANTS}
+    constants = {name: config[name] for name in MMA}
     if known(config, rows, columns):
         constants["COLUMNS"] = columns
     threads = 32 * config["WR"] * config["WK"]
@@ -742,7 +559,7 @@ def plan_wgmma(
     config["SPLIT"] = min(config["SPLIT"], -(-columns // config["KS"]))  # at least one stage each
     tokens = trimmed(config, count)
     tiles = -(-count // tokens) * -(-rows // (64 * config["WGS"]))
-    constants = {"MT": tokens} | {name: config[name] for name in WGMMA_CONSTANTS if name != "MB"}
+    constants = {"MT": tokens} | {name: config[name] for name in WGMMA if name != "MT"}
     constants["SCALED"] = config.get("SCALED", 1)
     if known(config, rows, columns, form[1]):
         constants["COLUMNS"] = columns
@@ -782,9 +599,9 @@ def plan_multicast(
     together = config["PAIR"] * config["SPLIT"]
     wgs = warpgroups(config)
     tiles = -(-count // tokens) * -(-rows // (64 * wgs * config["PAIR"]))
-    constants = {"MT": tokens} | {name: config[name] for name in MULTICAST_CONSTANTS if name != "MB"}
     producer = config.get("PRODUCER", 1)
-    constants |= {"WGS": wgs, "CLUSTER": together, "PRODUCER": producer}
+    constants = {name: config[name] for name in MULTICAST if name not in ("WGS", "MT")}
+    constants |= {"WGS": wgs, "MT": tokens, "PAIR": config["PAIR"], "CLUSTER": together, "PRODUCER": producer}
     if known(config, rows, columns, form[1]):
         constants["COLUMNS"] = columns
     threads, shared = 128 * (wgs + producer), multicast_shared_bytes(config, tokens, *form)

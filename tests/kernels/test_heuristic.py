@@ -13,7 +13,6 @@ from repro.studies import space
 
 BAR = 1.10  # times the best of the space, geometric mean over the recorded places
 RECORDS = sorted((ROOT / "results").glob("*/space.json"))
-UNJUDGED = ("few", "middle", "four", "known", "turns", "loop", "eight")  # spaces that 256 tokens are not chosen from
 UNSEEN = (5120, 13824)  # recorded for the device, but not among what the heuristic is fitted to
 
 
@@ -28,7 +27,7 @@ def places_of(recorded):
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
 def test_the_heuristic_is_near_the_best_of_its_space_on_layers_it_was_not_fitted_to(path):
     content = json.loads(path.read_text(encoding="utf-8"))
-    assert not [name for _, name in space.unmeasured(content) if name in content["spaces"]]
+    assert not space.unmeasured(content)
     ratios = space.ratios(content)
     assert set(ratios) == set(map(space.key, space.cases()))
     worst = max(ratios, key=ratios.get)
@@ -36,13 +35,20 @@ def test_the_heuristic_is_near_the_best_of_its_space_on_layers_it_was_not_fitted
 
 
 def test_what_is_recorded_is_all_that_a_layer_without_an_entry_can_get():
-    """Each space that is chosen from, at the numbers of tokens at which it is."""
-    assert sum(space.SPACES.values(), []) == w4a16_gemm.SPACE
     for case in space.cases():
         for tokens in range(case[0] // 2 + 1, case[0] + 1, 31):
-            chosen = w4a16_gemm.configuration(tokens, *case[1:], 4, space.UNTUNED)
-            (name,) = [name for name, configs in space.SPACES.items() if chosen in configs]
-            assert space.SPACES[name].index(chosen) in space.positions_tried(case, name)
+            assert w4a16_gemm.configuration(tokens, *case[1:], 4, space.UNTUNED) in space.tried(case)
+
+
+def test_each_candidate_is_of_the_source_whose_name_it_has():
+    sources = {"mma": w4a16_gemm.SOURCE, "wgmma": w4a16_gemm.WGMMA_SOURCE, "multicast": w4a16_gemm.MULTICAST_SOURCE}
+    names = [space.name_of(config) for config in w4a16_gemm.SPACE]
+    assert len(set(names)) == len(names) == sum(map(len, w4a16_gemm.CANDIDATES.values()))
+    for name, candidates in w4a16_gemm.CANDIDATES.items():
+        for candidate in candidates:
+            plan = w4a16_gemm.plan_of(candidate.config)
+            assert plan(64, 4096, 4096, space.FORM, candidate.config, (9, 0))[0] == sources[name]
+            assert candidate.most == 0 or candidate.least <= candidate.most  # recorded alone, or for some tokens
 
 
 def test_ten_layers_are_withheld_from_the_fit():
@@ -55,42 +61,25 @@ def test_recorded_configurations_are_nearly_the_best_by_its_estimate():
     """What the estimate was fitted to: were a constant or the law another, they would not be."""
     losses = []
     for config, m, n, k in places_of(configurations("nvidia-h200")["w4a16_gemm"]):
-        spaces = ["plain"]
-        if 16 < m <= 32:
-            spaces.append("few")
-        if m <= 8:
-            spaces.append("eight")
-        if m <= 32:
-            spaces.append("known")
-        if 32 < m <= 48:
-            spaces.append("middle")
-        if 64 < m <= 112:
-            spaces.append("wide")
-        if m > 64:
-            spaces.append("multicast")
-        if 96 < m <= 128:
-            spaces.append("four")
-        chosen = [w4a16_gemm.cheapest(name, m, n, k) for name in spaces]
-        chosen += [each for each in w4a16_gemm.LOOP_SPACE if w4a16_gemm.suits(each, m)]
-        if config in w4a16_gemm.TURNS_SPACE + w4a16_gemm.LOOP_SPACE:  # recorded where nothing like it is chosen from
-            chosen.append(config)
+        chosen = w4a16_gemm.cheapest(m, n, k), config  # which may be one that is recorded alone
         best = min(w4a16_gemm.estimate(each, m, n, k, 4, 132) for each in chosen)
         losses.append(w4a16_gemm.estimate(config, m, n, k, 4, 132) / best)
     assert min(losses) >= 1 and geometric_mean(losses) < 1.03
 
 
 def test_wgmma_is_chosen_where_a_device_has_it_and_tokens_are_many():
-    assert "WGS" in w4a16_gemm.cheapest("plain", 128, 6144, 4096)
-    assert "MT" in w4a16_gemm.cheapest("plain", 16, 6144, 4096)
+    assert "RT" not in w4a16_gemm.cheapest(128, 6144, 4096)
+    assert "RT" in w4a16_gemm.cheapest(16, 6144, 4096)
     for capability in ((8, 0), (10, 0)):
-        assert "MT" in w4a16_gemm.cheapest("plain", 128, 6144, 4096, capability=capability)
-    assert w4a16_gemm.cheapest("plain", 16, 512, 8192, capability=(8, 0))["SPLIT"] == 1
-    assert w4a16_gemm.cheapest("plain", 16, 512, 8192)["SPLIT"] > 1
+        for tokens in (32, 128):
+            assert "RT" in w4a16_gemm.cheapest(tokens, 6144, 4096, capability=capability)
+    assert w4a16_gemm.cheapest(16, 512, 8192, capability=(8, 0))["SPLIT"] == 1
+    assert w4a16_gemm.cheapest(16, 512, 8192)["SPLIT"] > 1
 
 
 def test_a_card_with_half_the_sms_gets_other_tiles():
     """One wave of 64 SMs: tiles of twice the rows, or half the splits."""
-    whole, half = (w4a16_gemm.cheapest("plain", 64, 4096, 4096, sms=sms) for sms in (132, 66))
+    whole, half = (w4a16_gemm.cheapest(64, 4096, 4096, sms=sms) for sms in (132, 66))
     assert whole != half
 
 
@@ -98,7 +87,7 @@ def test_a_shape_without_an_entry_is_estimated_for_the_tiles_that_its_tokens_mak
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
     monkeypatch.setattr(w4a16_gemm, "cheapest", lambda *arguments: arguments)
     monkeypatch.setattr(w4a16_gemm, "estimate", lambda *_: 0.0)
-    arguments_of = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[1:5] for m in (1, 17, 256, 257, 600)]
+    arguments_of = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[:4] for m in (1, 17, 256, 257, 600)]
     assert [each[0] for each in arguments_of] == [8, 24, 256, 264, 600]
     assert arguments_of[0] == (8, 48, 256, 4)
 
@@ -111,7 +100,7 @@ def test_between_recorded_numbers_of_tokens_their_tiles_count(monkeypatch):
     assert "PAIR" in configs[129] and w4a16_gemm.trimmed(configs[129], 129) == 136
     assert configs[64] == recorded["w4 m64 14336x4096"] and configs[128] == recorded["w4 m128 14336x4096"]
     assert "WGS" in configs[65] and w4a16_gemm.trimmed(configs[65], 65) == 72
-    assert configs[256] == recorded["w4 m256 14336x4096"] != configs[193] and configs[193] in w4a16_gemm.MULTICAST_SPACE
+    assert configs[256] == recorded["w4 m256 14336x4096"] != configs[193] and "PAIR" in configs[193]
     assert w4a16_gemm.tokens_of(configs[193]) == 256 and configs[193]["RING"] == 3  # 200 tokens leave room for one more
     assert w4a16_gemm.configuration(512, 14336, 4096, 4, "cpu") == configs[256]  # two full tiles
     times = {m: w4a16_gemm.estimate(config, m, 14336, 4096, 4, 132) for m, config in configs.items()}
@@ -126,23 +115,23 @@ def test_few_tokens_have_tiles_of_their_own(monkeypatch):
         assert w4a16_gemm.configuration(m, *map(int, shape.split("x")), 4, "cpu") == recorded[f"w4 {key} {shape}"]
     for m, shape, chosen in ((2, (6144, 4096), (3, 1, 8)), (8, (28672, 4096), (2, 7, 2))):
         config = w4a16_gemm.configuration(m, *shape, 4, "cpu")  # the fastest of some forty on an H200, without an entry
-        assert config in w4a16_gemm.EIGHT_SPACE and chosen == tuple(config[name] for name in ("RT", "WR", "WK"))
-    assert w4a16_gemm.configuration(9, 6144, 4096, 4, "cpu") in w4a16_gemm.PLAIN_SPACE
-    assert w4a16_gemm.configuration(17, 6145, 4096, 4, "cpu") in w4a16_gemm.FEW_SPACE
+        assert (8, *chosen) == tuple(config[name] for name in ("MT", "RT", "WR", "WK"))
+    assert w4a16_gemm.configuration(9, 6144, 4096, 4, "cpu")["MT"] == 16
+    assert w4a16_gemm.configuration(17, 6145, 4096, 4, "cpu")["MT"] == 32
     tiles = {9: 24, 17: 24, 24: 24, 25: 32, 33: 48, 49: 64, 65: 80, 81: 96, 96: 96, 97: 128, 113: 128, 128: 128}
     for m, tile in tiles.items():
         chosen = w4a16_gemm.configuration(m, 28672, 4096, 4, "cpu")
-        assert chosen in w4a16_gemm.LOOP_SPACE and (chosen["WGS"], w4a16_gemm.tokens_of(chosen)) == (4, tile), m
-    assert w4a16_gemm.configuration(49, 6144, 4096, 4, "cpu") in w4a16_gemm.LOOP_SPACE
+        assert w4a16_gemm.is_unrolled(chosen) and (chosen["WGS"], w4a16_gemm.tokens_of(chosen)) == (4, tile), m
+    assert w4a16_gemm.is_unrolled(w4a16_gemm.configuration(49, 6144, 4096, 4, "cpu"))
     assert "WGS" in w4a16_gemm.configuration(65, 28673, 4096, 4, "cpu")
     for capability in ((8, 0), (10, 0)):
-        assert "WGS" not in w4a16_gemm.cheapest("few", 32, 28672, 4096, capability=capability)
+        assert "RT" in w4a16_gemm.cheapest(32, 28672, 4096, capability=capability)
 
 
 def test_known_columns_count_where_a_weight_ends_with_a_tile():
     """17 to 24 tokens of a layer without an entry; they are estimated as a little faster."""
     chosen = w4a16_gemm.configuration(17, 6144, 4096, 4, "cpu")
-    assert chosen in w4a16_gemm.KNOWN_SPACE and chosen["KNOWN"] == 1
+    assert "RT" in chosen and chosen["KNOWN"] == 1
     assert w4a16_gemm.known(chosen, 6144, 4096) and not w4a16_gemm.known(chosen, 6145, 4096)
     without = {name: value for name, value in chosen.items() if name != "KNOWN"}
     times = [w4a16_gemm.estimate(each, 17, 6144, 4096, 4, 132) for each in (chosen, without)]
@@ -156,89 +145,109 @@ def test_a_launch_beside_another_takes_what_is_recorded_for_it(monkeypatch):
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded[kernel].get(key))
     configs = [w4a16_gemm.configuration(m, 8192, 8192, 4, "cpu", beside) for m in (9, 25) for beside in (False, True)]
     assert configs == [{"alone": 16}, {"tail": 1}, {"alone": 32}, {"alone": 32}]
-    monkeypatch.setattr(w4a16_gemm, "chosen_from", lambda *_: ["plain", "loop"])
-    spaces = []
-    monkeypatch.setattr(w4a16_gemm, "cheapest", lambda space, *_: spaces.append(space) or w4a16_gemm.PLAIN_SPACE[0])
-    for beside in (False, True):
-        w4a16_gemm.configuration(40, 8192, 4096, 4, "cpu", beside)
-    assert spaces == ["plain", "loop", "plain"]
+    every = {beside: w4a16_gemm.chosen_from(40, 4, (9, 0), beside) for beside in (False, True)}
+    assert any(map(w4a16_gemm.is_unrolled, every[False])) and not any(map(w4a16_gemm.is_unrolled, every[True]))
+    assert every[True] == [config for config in every[False] if not w4a16_gemm.is_unrolled(config)]
+    assert w4a16_gemm.configuration(40, 28672, 4096, 4, "cpu") not in every[True]
+    assert w4a16_gemm.configuration(40, 28672, 4096, 4, "cpu", True) in every[True]
 
 
 def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
-    """Of 16 tokens those of 256 rows alone; a tile of 64 from 41 on, of 128 from 97 on."""
-    loop = w4a16_gemm.LOOP_SPACE
-    tiles_of = {16: {24, 32}, 24: {24, 32}, 32: {32}, 33: {48}, 41: {48, 64}, 49: {64}, 65: {80, 96}, 97: {128}}
-    for m, tiles in (tiles_of | {8: set(), 129: set()}).items():
-        able = [config for config in loop if w4a16_gemm.suits(config, m)]
+    """Of 16 tokens those of 256 rows alone; a tile of 64 from 41 on, of 128 from 97 on; of 4 bits alone."""
+    tiles_of = {
+        8: set(),
+        16: {24, 32},
+        24: {24, 32},
+        32: {32},
+        33: {48},
+        41: {48, 64},
+        49: {64},
+        65: {80, 96},
+        97: {128},
+    }
+    for m, tiles in (tiles_of | {129: set()}).items():
+        able = list(filter(w4a16_gemm.is_unrolled, w4a16_gemm.chosen_from(m, 4, (9, 0))))
         assert {w4a16_gemm.tokens_of(config) for config in able} == tiles
         assert (m > 16) == any(config.get("WGS") != 4 for config in able) or not able
-        assert not able or w4a16_gemm.cheapest("loop", m, 28672, 4096) in able
+        assert not any(map(w4a16_gemm.is_unrolled, w4a16_gemm.chosen_from(m, 8, (9, 0))))
+
+
+def test_tiles_are_chosen_from_for_tokens_that_fill_them():
+    """Without a record; 8 tokens have tiles of 8, and no device without wgmma has its sources."""
+    tiles_of = {8: {8, 16}, 16: {16}, 17: {16, 24, 32}, 33: {16, 32, 40, 48, 64}, 64: {16, 32, 64}, 600: {16, 32, 64}}
+    for m, tiles in tiles_of.items():
+        for capability in ((8, 0), (10, 0)):
+            able = w4a16_gemm.chosen_from(m, 4, capability)
+            assert {config["MT"] for config in able} == tiles and all("RT" in config for config in able)
+    for m, tiles in {65: {64, 80, 96, 112}, 97: {64, 80, 96, 112, 128, 192, 256, 320, 352}}.items():
+        able = [config for config in w4a16_gemm.chosen_from(m, 8, (9, 0)) if "RT" not in config]
+        assert {w4a16_gemm.tokens_of(config) for config in able} == tiles
+    assert not [config for config in w4a16_gemm.chosen_from(80, 2, (9, 0)) if "WGS" in config and "MT" in config]
+    recorded = [each for each in w4a16_gemm.SPACE if each not in w4a16_gemm.chosen_from(16, 4, (9, 0))]
+    assert {"MT": 16, "RT": 2, "WR": 1, "WK": 8, "KS": 1024, "STAGES": 4, "BLOCKS": 1, "SCALED": 0, "SPLIT": 1} | {
+        "KNOWN": 1
+    } in recorded
 
 
 def test_a_record_is_a_character_a_configuration():
-    text = space.as_text({0: 10.0, 3: 10.31, 5: 15.0, 7: 30.0}, 9)
+    text = space.as_text({"a": 10.0, "d": 10.31, "f": 15.0, "h": 30.0}, "abcdefghi")
     assert text == "0--3-O---"
     assert space.STEPS.index(text[5]) == 50
+    assert space.name_of({"STAGES": 4, "MT": 16}) == "MT=16 STAGES=4"
 
 
-def recorded(case, chosen_us, best_us, name="plain"):
-    """A file with one case: the configuration that is chosen and, in a space, all others."""
-    chosen = w4a16_gemm.configuration(*case, 4, space.UNTUNED)
-    of_spaces = {}
-    for each, configs in space.SPACES.items():
-        times = {i: best_us if each == name else 2 * best_us for i in space.positions_tried(case, each)}
-        if chosen in configs:
-            times[configs.index(chosen)] = chosen_us
-        if times:
-            of_spaces[each] = {"best_us": min(times.values()), "over": space.as_text(times, len(configs))}
-    spaces = {}
-    for each, configs in space.SPACES.items():
-        spaces[each] = {"size": len(configs), "hash": space.space_hash(each, len(configs))}
-    return {"device": "NVIDIA H200", "sms": 132, "spaces": spaces, "places": {space.key(case): of_spaces}}
+CASE = 256, 28672, 4096
 
 
-@pytest.mark.parametrize("name", [name for name in space.SPACES if name not in UNJUDGED])
-def test_what_is_chosen_is_compared_with_the_fastest_of_all_spaces(name):
-    case = (256, 28672, 4096)
-    assert "PAIR" in w4a16_gemm.configuration(*case, 4, space.UNTUNED)
-    content = recorded(case, 20.0, 16.0, name)
-    assert space.ratios(content) == {space.key(case): 1.25}
-    with pytest.raises(ValueError, match=f"another {name} space"):
-        space.ratios(content | {"spaces": content["spaces"] | {name: {"size": 9, "hash": "0"}}})
+def run_of(case, times, **about):
+    """A run of a file with one case: microseconds by configuration."""
+    names = sorted(times)
+    place = {"best_us": min(times.values()), "over": space.as_text(times, names)}
+    return {**about, "configs": names, "places": {space.key(case): place}}
+
+
+def recorded(times, *more):
+    """A file of an H200."""
+    return {"device": "NVIDIA H200", "sms": 132, "runs": [run_of(CASE, times), *more]}
+
+
+def test_what_is_chosen_is_compared_with_the_fastest_of_all_runs():
+    chosen = space.name_of(w4a16_gemm.configuration(*CASE, 4, space.UNTUNED))
+    other, third = [space.name_of(config) for config in space.tried(CASE) if space.name_of(config) != chosen][:2]
+    content = recorded({chosen: 20.0, other: 16.0})
+    assert space.ratios(content) == {space.key(CASE): 1.25}
+    assert space.ratios(recorded({chosen: 20.0, other: 24.0}, run_of(CASE, {third: 16.0}))) == {space.key(CASE): 1.25}
+    assert space.ratios(recorded({chosen: 20.0, other: 16.0}, run_of(CASE, {chosen: 16.0}))) == {space.key(CASE): 1.0}
+    assert space.ratios(recorded({other: 16.0})) == {}  # no run has the choice
     with pytest.raises(ValueError, match="recorded on 66 SMs"):
         space.ratios(content | {"sms": 66})
 
 
-def test_a_choice_that_a_space_has_gained_since_it_was_recorded_is_left_out(monkeypatch):
-    case = (256, 28672, 4096)
-    content = recorded(case, 20.0, 16.0)
-    grown = [*space.SPACES["multicast"], {"PAIR": 3}]
-    monkeypatch.setitem(space.SPACES, "multicast", grown)
-    assert space.ratios(content) == {space.key(case): 1.25}
-    monkeypatch.setattr(w4a16_gemm, "configuration", lambda *arguments: grown[-1])
-    assert space.ratios(content) == {}
-
-
-def test_a_space_that_changed_is_measured_again_and_the_others_stay(tmp_path):
-    case, path = (256, 28672, 4096), tmp_path / "space.json"
-    content, origin = recorded(case, 20.0, 16.0), {"device": "NVIDIA H200", "commit": "new"}
-    content["spaces"]["multicast"]["hash"] = "0"
+def test_what_no_run_has_is_measured_and_the_rest_stays(tmp_path):
+    """A configuration counts as measured for the cases of its run, however slow it was or whether it failed."""
+    path, origin = tmp_path / "space.json", {"device": "NVIDIA H200", "commit": "new"}
+    names = [space.name_of(config) for config in space.tried(CASE)]
+    content = recorded({names[0]: 10.0, names[1]: 99.0})
+    content["runs"][0]["configs"].append(names[2])
     path.write_text(json.dumps(content))
     kept = space.resumed(path, origin, 132)
-    former = content["places"][space.key(case)]
-    assert kept["places"][space.key(case)] == {name: former[name] for name in ("plain", "between", "wide")}
-    assert kept["spaces"]["multicast"]["commit"] == "new" and "commit" not in kept["spaces"]["plain"]
+    assert kept == content
     todo = space.unmeasured(kept)
+    assert [space.name_of(config) for config in todo[CASE]] == names[3:]
+    assert set(todo) == set(space.cases()) and todo[256, 6144, 4096] == space.tried((256, 6144, 4096))
+    assert list(todo) == space.cases()
+    content["runs"][0]["configs"] = names
+    assert CASE not in space.unmeasured(content)
+    anew = space.resumed(path, origin | {"device": "NVIDIA H100"}, 132)
     assert (
-        (case, "multicast") in todo
-        and (case, "plain") not in todo
-        and len(todo) == 50 + 20 + 20 + 10 + 20 + 10 + 10 + 20 + 40 - 3
+        anew
+        == {"device": "NVIDIA H100", "sms": 132, "runs": []}
+        == space.resumed(tmp_path / "none.json", origin | {"device": "NVIDIA H100"}, 132)
     )
-    assert not space.resumed(path, origin | {"device": "NVIDIA H100"}, 132)["places"]
 
 
-@pytest.mark.parametrize("case, name", [((16, 3584, 3584), "plain"), ((256, 3584, 3584), "multicast")])
-def test_what_is_compiled_ahead_is_what_a_launch_loads(monkeypatch, case, name):
+@pytest.mark.parametrize("case", [(16, 3584, 3584), (256, 3584, 3584)])
+def test_what_is_compiled_ahead_is_what_a_launch_loads(monkeypatch, case):
     """A case's sources and macros, without a GPU."""
     from repro.kernels import nvrtc
 
@@ -252,9 +261,10 @@ def test_what_is_compiled_ahead_is_what_a_launch_loads(monkeypatch, case, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "load", load)
     x = torch.empty(case[0], case[2], dtype=torch.bfloat16)
-    for i in space.positions_tried(case, name):
-        w4a16_gemm.prepared(x, *space.FORM[:2], *case[1:], space.FORM[2], space.SPACES[name][i])
-    assert loaded == list(space.sources(case, name))
+    configs = space.tried(case)[::5]
+    for config in configs:
+        w4a16_gemm.prepared(x, *space.FORM[:2], *case[1:], space.FORM[2], config)
+    assert loaded == list(space.sources(case, configs))
 
 
 def test_tiles_of_256_tokens_are_for_devices_with_wgmma_and_more_than_64_tokens(monkeypatch):

@@ -138,7 +138,7 @@ def test_a_tensor_map_is_of_the_tokens_of_its_launch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     x, packed = inputs(128)
     for before in (0, 96):
-        form = (*weight(packed)[2:], w4a16_gemm.MULTICAST_SPACE[0])
+        form = (*weight(packed)[2:], {"MB": 2, "STAGES": 6, "RING": 4, "SPLIT": 1, "PAIR": 1})
         _, (*_, parameters) = w4a16_gemm.planned(x, 128 - before, *form, before=before)
         tokens, codes, scale_zero, y, count, *_ = parameters
         assert (tokens.name, codes, scale_zero, count) == ("x", "codes", "scale_zero", 128 - before)
@@ -155,7 +155,7 @@ def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monk
     counts = (1, 64, 256, 320, 321, 352, 353, 368, 512)
     heads = {m: w4a16_gemm.tokens_of_head(m, 14336, 4096, 4, device) for m in counts}
     assert heads == dict.fromkeys((1, 64, 256, 320, 321, 352, 512), 0) | {353: 352, 368: 352}
-    used = w4a16_gemm.waves_of(w4a16_gemm.cheapest("multicast", 352, 14336, 4096), 352, 14336, 4096, 132)
+    used = w4a16_gemm.waves_of(w4a16_gemm.cheapest(352, 14336, 4096), 352, 14336, 4096, 132)
     assert used.count == 1 and used.free == pytest.approx(20 / 132)
     assert w4a16_gemm.beside(50.0, 0.5, 10.0) == 0 < w4a16_gemm.beside(50.0, 0.1, 10.0)
     x = torch.zeros(353, 4096, dtype=torch.float16)

@@ -9,7 +9,7 @@ import nvcc
 import pytest
 import torch
 
-from repro.kernels import dequantize, nvrtc, packing, w4a16_gemm, w8a8_gemv, wna16_gemv
+from repro.kernels import dequantize, nvrtc, packing, w4a16_gemm, w4a16_tiles, w8a8_gemv, wna16_gemv
 from repro.kernels.launch_config import configurations
 
 
@@ -128,7 +128,7 @@ def test_wgmma_source_on_the_cpu(case, monkeypatch):
     packed = random_weight(rows, columns, bits, group, symmetric)
     x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    y = w4a16_gemm.launch(x, packed, dict(zip(w4a16_gemm.WGMMA_CONSTANTS, numbers)))
+    y = w4a16_gemm.launch(x, packed, dict(zip(w4a16_tiles.WGMMA_OF_64S, numbers)))
     assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
 
 
@@ -168,7 +168,7 @@ def of_known_wgmma(case):
     """x, weight and configuration of a case."""
     bits, group, symmetric, dtype, m, rows, columns, numbers, scaled = case
     x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-    config = dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, numbers)) | {"SCALED": scaled}
+    config = dict(zip(w4a16_tiles.WGMMA, numbers)) | {"SCALED": scaled}
     return x, random_weight(rows, columns, bits, group, symmetric), config
 
 
@@ -186,6 +186,7 @@ def test_wgmma_source_with_known_columns_on_the_cpu(case, monkeypatch):
         assert off < 0.75 * error(scaled, w4a16_gemm.reference(x, packed))
 
 
+LARGEST = {"MT": w4a16_tiles.MOST_TOKENS, "STAGES": 4, "RING": 3, "SPLIT": 1, "PAIR": 1}
 MULTICAST_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MB STAGES RING SPLIT PAIR
     (4, 128, False, "bfloat16", 72, 300, 512, (2, 3, 3, 1, 2)),
     (4, 64, False, "float16", 60, 230, 384, (4, 3, 3, 2, 2)),
@@ -196,8 +197,8 @@ MULTICAST_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MB S
     (4, 0, False, "bfloat16", 130, 300, 301, (2, 3, 2, 2, 1)),
     (4, 128, False, "bfloat16", 257, 70, 256, (5, 2, 2, 1, 1)),
     (4, 64, False, "float16", 300, 130, 256, (5, 3, 2, 1, 2)),
-    (4, 128, False, "bfloat16", 345, 130, 384, w4a16_gemm.MULTICAST_SPACE[-3]),
-    (2, 64, False, "float16", 321, 70, 256, w4a16_gemm.MULTICAST_SPACE[-4]),
+    (4, 128, False, "bfloat16", 345, 130, 384, LARGEST | {"SPLIT": 2}),
+    (2, 64, False, "float16", 321, 70, 256, LARGEST),
     (4, 64, False, "bfloat16", 121, 300, 640, {"WGS": 4, "MT": 128, "STAGES": 3, "RING": 3, "SPLIT": 2, "PAIR": 1}),
     (4, 32, False, "float16", 75, 520, 384, {"WGS": 4, "MT": 128, "STAGES": 4, "RING": 3, "SPLIT": 1, "PAIR": 2}),
 ]
@@ -208,7 +209,7 @@ def multicast(case):
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
     x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
     packed = random_weight(rows, columns, bits, group, symmetric)
-    config = numbers if isinstance(numbers, dict) else dict(zip(w4a16_gemm.MULTICAST_CONSTANTS, numbers))
+    config = numbers if isinstance(numbers, dict) else dict(zip((*w4a16_tiles.MULTICAST_OF_64S, "PAIR"), numbers))
     return x, packed, config
 
 
@@ -261,9 +262,9 @@ def test_multicast_source_with_known_columns_on_the_cpu(case, monkeypatch):
 
 def test_columns_are_a_constant_where_stages_and_groups_divide_them():
     """Rows may end within a tile of `wgmma`, not of `mma`, whose thread blocks copy whole tiles."""
-    wgmma = dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, (2, 32, 128, 3, 3, 2))) | {"KNOWN": 1}
+    wgmma = dict(zip(w4a16_tiles.WGMMA, (2, 32, 128, 3, 3, 2))) | {"KNOWN": 1}
     narrow = wgmma | {"KS": 64}
-    multicast = dict(zip(w4a16_gemm.MULTICAST_CONSTANTS, (2, 6, 3, 2, 1))) | {"KNOWN": 1}
+    multicast = dict(zip(w4a16_tiles.MULTICAST_OF_64S, (2, 6, 3, 2))) | {"PAIR": 1, "KNOWN": 1}
     cases = (
         (wgmma, 130, 640, 128, True), (wgmma, 128, 640 + 64, 64, False), (wgmma, 128, 640, 0, True),
         (wgmma, 128, 640, 32, False),
@@ -310,7 +311,7 @@ def test_wgmma_on_a_gpu(case):
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
     packed = random_weight(rows, columns, bits, group, symmetric).to("cuda")
     x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to("cuda", getattr(torch, dtype))
-    config = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, numbers))
+    config = dict(zip(w4a16_tiles.WGMMA_OF_64S, numbers))
     assert error(w4a16_gemm.launch(x, packed, config), w4a16_gemm.reference(x, packed)) < BOUND[dtype]
 
 
@@ -411,7 +412,7 @@ def test_a_number_of_tokens_that_is_not_recorded_is_served_by_the_next_up_to_64(
 
 def test_tiles_have_no_more_tokens_than_there_are():
     """Each as many, a multiple of 8, or of 16 where two copies bring it; 16 at least."""
-    tile = dict(zip(w4a16_gemm.CONSTANTS, w4a16_gemm.TILES[-1]))
+    tile = dict(zip(w4a16_tiles.MMA, (64, 1, 4, 1, 128, 4, 2, 0, 1)))
     assert [w4a16_gemm.trimmed(tile, m) for m in (1, 16, 17, 40, 41, 64, 65, 129)] == [16, 16, 24, 40, 48, 64, 40, 48]
     tile = {"WGS": 1, "MB": 2}
     assert [w4a16_gemm.trimmed(tile, m) for m in (1, 33, 65, 113, 128, 129, 300)] == [16, 40, 72, 120, 128, 72, 104]
@@ -428,28 +429,28 @@ def test_tiles_have_no_more_tokens_than_there_are():
 @pytest.mark.parametrize("m, n, k", [(1, 512, 2048), (16, 4096, 4096), (64, 28672, 8192), (2048, 127, 96)])
 def test_every_configuration_divides(m, n, k):
     recorded = configurations("nvidia-h200").get("w4a16_gemm", {}).values()
-    for config in [w4a16_gemm.cheapest("plain", m, n, k), *w4a16_gemm.SPACE, *recorded]:
+    for config in [w4a16_gemm.cheapest(m, n, k), *w4a16_gemm.SPACE, *recorded]:
         if "PAIR" in config:
             assert w4a16_gemm.box_rows(config | {"MT": w4a16_gemm.tokens_of(config)}) <= w4a16_gemm.MOST_BOX
             most = {"MT"} if config.get("MT") == w4a16_gemm.MOST_TOKENS else {"MB"}
             if "WGS" in config:
                 most = {"MT", "WGS"}
-            assert set(config) - {"KNOWN"} == {*w4a16_gemm.MULTICAST_CONSTANTS} - {"MB"} | most
+            assert set(config) - {"KNOWN", "PRODUCER"} == {"STAGES", "RING", "SPLIT", "PAIR"} | most
             assert config["SPLIT"] * config["PAIR"] <= 8
             for bits in packing.BITS:
                 plan = w4a16_gemm.plan_multicast(m, n, k, (bits, 32, False), config, (9, 0))
                 assert plan[1]["MT"] % (8 * config["PAIR"]) == 0 and plan[4] <= 232448
             continue
         if "WGS" in config:
-            most = "MB" if config in w4a16_gemm.PLAIN_SPACE else "MT"
-            assert set(config) - {"KNOWN", "SCALED"} == {*w4a16_gemm.WGMMA_CONSTANTS} - {"MB"} | {most}
+            names = w4a16_tiles.WGMMA_OF_64S if "MB" in config else w4a16_tiles.WGMMA
+            assert set(config) - {"KNOWN", "SCALED"} == set(names)
             assert w4a16_gemm.wgmma_fitted(config, 4, 128, False) == config and 1 <= config["SPLIT"] <= 8
             for bits in packing.BITS:
                 fitted = w4a16_gemm.wgmma_fitted(config, bits, 32, False)
                 assert fitted["KS"] % packing.block_columns(bits) == 0 and min(fitted["STAGES"], fitted["RING"]) > 1
                 assert w4a16_gemm.wgmma_shared_bytes(fitted, w4a16_gemm.tokens_of(fitted), bits, 32, False) <= 232448
             continue
-        assert set(config) - {"KNOWN"} == set(w4a16_gemm.CONSTANTS)
+        assert set(config) - {"KNOWN"} == set(w4a16_tiles.MMA)
         for bits in packing.BITS:
             fitted = w4a16_gemm.fitted(config, bits, 32, False)
             columns = fitted["KS"] // fitted["WK"]
@@ -466,7 +467,7 @@ def test_every_configuration_divides(m, n, k):
 @pytest.mark.parametrize("bits, group, symmetric, bf16", [(4, 128, 0, 0), (4, 0, 1, 1), (2, 64, 0, 1), (8, 32, 1, 0)])
 def test_the_source_compiles(arch, bits, group, symmetric, bf16):
     """Ahead of time for three architectures, both kernels of the source, without spilling; products do not wait."""
-    chosen = [w4a16_gemm.cheapest("plain", m, 4096, 4096, capability=(8, 0)) for m in (16, 64)]
+    chosen = [w4a16_gemm.cheapest(m, 4096, 4096, capability=(8, 0)) for m in (16, 64)]
     tiles = [tile | {"SPLIT": 1 if arch == "sm_80" else 2} for tile in chosen]
     for constants in ({}, *(w4a16_gemm.fitted(tile, bits, group, bool(symmetric)) for tile in tiles)):
         macros = {"BITS": bits, "GROUP": group, "SYMMETRIC": symmetric, "BF16": bf16, **constants}
@@ -475,7 +476,7 @@ def test_the_source_compiles(arch, bits, group, symmetric, bf16):
 
 
 FORM = {"BITS": 4, "GROUP": 128, "SYMMETRIC": 0, "BF16": 1}
-COMPILED = [*w4a16_gemm.WGMMA_TILES[::2], *w4a16_gemm.LARGE_WGMMA_TILES]
+COMPILED = [*w4a16_tiles.ANY_WGMMA_TILES[:13:2], w4a16_tiles.ANY_WGMMA_TILES[-1]]
 
 
 @nvcc.NEEDS_NVCC
@@ -483,7 +484,7 @@ COMPILED = [*w4a16_gemm.WGMMA_TILES[::2], *w4a16_gemm.LARGE_WGMMA_TILES]
 @pytest.mark.parametrize("tile", some_slow(COMPILED, (0, 3, 6)), ids=str)
 def test_the_source_with_wgmma_compiles(tile, group, symmetric, bf16):
     """For the one architecture that has the instruction, without spilling; products do not wait."""
-    config, tokens = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*tile, 2))), 64 * tile[1] - 40
+    config, tokens = dict(zip(w4a16_tiles.WGMMA_OF_64S, (*tile, 2))), 64 * tile[1] - 40
     _, constants, *_ = w4a16_gemm.plan_wgmma(tokens, 4096, 4096, (4, group, bool(symmetric)), config, (9, 0))
     assert constants["MT"] == tokens
     macros = {"BITS": 4, "GROUP": group, "SYMMETRIC": symmetric, "BF16": bf16, **constants}
@@ -495,8 +496,9 @@ def test_the_source_with_wgmma_compiles(tile, group, symmetric, bf16):
 
 @nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("config, tokens", [
-    (w4a16_gemm.BETWEEN_SPACE[1], 96), (w4a16_gemm.FOUR_SPACE[0], 128),
-    (w4a16_gemm.MULTICAST_SPACE[-3], 336), (w4a16_gemm.MULTICAST_SPACE[-3], 352),
+    (dict(zip(w4a16_tiles.WGMMA, (4, 96, 64, 5, 6, 2))), 96),
+    (dict(zip(w4a16_tiles.MULTICAST, (4, 128, 4, 3, 1))) | {"PAIR": 1}, 128),
+    (LARGEST | {"SPLIT": 2}, 336), (LARGEST | {"SPLIT": 2}, 352),
 ])  # fmt: skip
 def test_the_largest_tiles_compile(config, tokens):
     """What holds the most sums in its registers does not spill, and no product waits for another."""
@@ -512,8 +514,8 @@ KNOWN_WGMMA = {"KNOWN": 1, "SCALED": 0}
 
 @nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("config, tokens, columns", [
-    (dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, (4, 32, 128, 5, 5, 2))) | KNOWN_WGMMA, 32, 4096),
-    (dict(zip(w4a16_gemm.BETWEEN_CONSTANTS, (3, 48, 128, 5, 5, 5))) | KNOWN_WGMMA, 48, 14336),
+    (dict(zip(w4a16_tiles.WGMMA, (4, 32, 128, 5, 5, 2))) | KNOWN_WGMMA, 32, 4096),
+    (dict(zip(w4a16_tiles.WGMMA, (3, 48, 128, 5, 5, 5))) | KNOWN_WGMMA, 48, 14336),
     ({"WGS": 4, "MT": 128, "STAGES": 4, "RING": 4, "SPLIT": 1, "PAIR": 1, "KNOWN": 1}, 104, 8192),
 ], ids=("few", "uneven", "four"))  # fmt: skip
 def test_the_unrolled_loop_compiles(config, tokens, columns):
@@ -526,8 +528,8 @@ def test_the_unrolled_loop_compiles(config, tokens, columns):
 
 @nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("config, m", [
-    (w4a16_gemm.cheapest("plain", 16, 4096, 4096), 16), (w4a16_gemm.BETWEEN_SPACE[1], 40),
-    (w4a16_gemm.MULTICAST_SPACE[0], 100),
+    (w4a16_gemm.cheapest(16, 4096, 4096), 16), (dict(zip(w4a16_tiles.WGMMA, (4, 96, 64, 5, 6, 2))), 40),
+    (dict(zip(w4a16_tiles.MULTICAST_OF_64S, (2, 6, 4, 1))) | {"PAIR": 1}, 100),
 ], ids=("mma", "wgmma", "multicast"))  # fmt: skip
 def test_two_launches_say_when_the_second_begins_and_ends(config, m):
     """The first lets the second begin, which waits for the first to end; a launch alone does neither."""
@@ -548,7 +550,7 @@ def test_two_launches_say_when_the_second_begins_and_ends(config, m):
     ({"WGS": 4, "MT": 32, "KS": 128, "STAGES": 5, "RING": 5, "SPLIT": 2}, 32, 4),
     ({"WGS": 4, "MT": 32, "KS": 128, "STAGES": 6, "RING": 4, "SPLIT": 2} | KNOWN_WGMMA, 24, 8),
     ({"WGS": 4, "MT": 48, "KS": 128, "STAGES": 4, "RING": 4, "SPLIT": 2} | KNOWN_WGMMA, 40, 4),
-    (w4a16_gemm.cheapest("plain", 16, 4096, 4096), 16, 4),
+    (w4a16_gemm.cheapest(16, 4096, 4096), 16, 4),
 ], ids=("arguments", "turns too long", "turns", "mma"))  # fmt: skip
 def test_no_copy_has_a_shared_address_that_no_device_takes(config, tokens, bits):
     """ptxas 13.0 writes a register and a uniform one beside a cache policy, an illegal instruction when it runs."""
@@ -559,7 +561,7 @@ def test_no_copy_has_a_shared_address_that_no_device_takes(config, tokens, bits)
 
 
 def test_a_configuration_for_wgmma_serves_one_capability(monkeypatch):
-    config = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*w4a16_gemm.WGMMA_TILES[0], 2)))
+    config = dict(zip(w4a16_tiles.WGMMA_OF_64S, (*w4a16_tiles.ANY_WGMMA_TILES[0], 2)))
     x, packed = torch.ones(2, 128).half(), random_weight(32, 128, 4, 128)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="capability 9.0"):
@@ -571,10 +573,12 @@ def test_headers_take_no_name_that_a_kernel_is_given():
     taken = set(chain.from_iterable(re.findall(r"#\s*(?:define|undef)\s+(\w+)", header) for header in headers))
     assert len(headers) == 10
     given = {
-        *w4a16_gemm.CONSTANTS,
+        *w4a16_tiles.MMA,
         "COLUMNS",
-        *w4a16_gemm.WGMMA_CONSTANTS,
-        *w4a16_gemm.MULTICAST_CONSTANTS,
+        *w4a16_tiles.WGMMA_OF_64S,
+        *w4a16_tiles.MULTICAST_OF_64S,
+        "PAIR",
+        "CLUSTER",
         "PRODUCER",
         "BITS",
         "GROUP",
