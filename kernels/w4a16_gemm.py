@@ -301,7 +301,8 @@ def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:
 # Two launches beside each other (beside.cuh), of an H200.
 BESIDE, BESIDE_READ = 0.5, 25e6  # us that the second takes where it has room, and bytes of weights for one more
 SLOWER = 1.15  # times as long as alone while the first runs
-TWO = 0.985  # of the time of one launch, which two have to be below
+SLOWER_MMA, MOST_QUICK = 1.4, 24  # the same of `w4a16_gemm.cu` with more than so many tokens
+TWO, GAIN = 0.985, 0.4  # of the time of one launch, and us less than that, which two have to be below
 DECODE_START, DECODE_TOKEN = 2.5, 0.06  # us of `wna16_gemv.cu`, and by how much a token more is slower
 
 
@@ -332,11 +333,12 @@ def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> i
         if tail <= 8:
             behind = beside(wave, used.free, decoding(tail, n, k, bits, sms))
         else:
-            waves = waves_of(configuration(tail, n, k, bits, device, True), tail, n, k, sms)
-            behind = in_turns(wave, used.free, alone(tail), waves, sms)
+            second = configuration(tail, n, k, bits, device, True)
+            slower = SLOWER_MMA if "RT" in second and tail > MOST_QUICK else SLOWER
+            behind = in_turns(wave, used.free, alone(tail), waves_of(second, tail, n, k, sms), sms, slower)
         times[head] = alone(head) + BESIDE + n * k * bits / 8 / BESIDE_READ + behind
     best = min(times, key=times.get)
-    return best if times[best] < TWO * times[0] else 0
+    return best if times[best] < min(TWO * times[0], times[0] - GAIN) else 0
 
 
 def decoding(m: int, n: int, k: int, bits: int, sms: int) -> float:
@@ -387,20 +389,22 @@ def beside(wave: float, free: float, tail: float) -> float:
     return 0.0 if done >= 1 else min(tail, DECODE_START + (1 - done) * tail)
 
 
-def in_turns(wave: float, free: float, tail: float, waves: Waves, sms: int) -> float:
+def in_turns(wave: float, free: float, tail: float, waves: Waves, sms: int, slower: float) -> float:
     """The same of a second launch that fills the SMs in few waves, `tail` microseconds long by itself.
+
+    While the first runs each of its waves takes `slower` times as long.
 
     Its thread blocks, alone or two together, run on free SMs, turn by turn, while that wave runs; for larger clusters
     no GPC has room. What has not begun when it ends takes whole waves of its own.
     """
     turn = (tail - START) / waves.count
     at_a_time = int(free * sms / waves.together) if waves.together <= 2 else 0
-    turns = int(wave / (SLOWER * turn)) if at_a_time else 0
+    turns = int(wave / (slower * turn)) if at_a_time else 0
     left = waves.clusters - turns * at_a_time
     if left <= 0:
         return 0.0
     if left <= at_a_time:
-        return (turns + 1) * SLOWER * turn - wave
+        return (turns + 1) * slower * turn - wave
     return -(-(left - at_a_time) // waves.room) * turn
 
 

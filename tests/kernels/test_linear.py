@@ -9,6 +9,7 @@ from test_w4a16_gemm import error, random_weight, weight
 
 from repro.bench import kernel_list
 from repro.kernels import dequantize, launches, linear, nvrtc, packing, w4a16_gemm, w8a8, warm, wna16_gemv
+from repro.kernels.launch_config import configurations
 
 
 def inputs(tokens, rows=48, columns=256, bits=4, dtype=torch.float16):
@@ -176,12 +177,29 @@ def test_up_to_256_tokens_are_one_launch(monkeypatch):
     w4a16_gemm.tokens_of_head.cache_clear()
 
 
+def test_two_launches_are_taken_where_they_were_faster_on_an_h200(monkeypatch):
+    """Tokens of the first; 0 where one launch took as long or less: a second one by `mma`, or very small layers."""
+    recorded = configurations("nvidia-h200")
+    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded[kernel].get(key))
+    faster = {(11008, 4096, 320): 256, (8192, 8192, 384): 320, (6144, 4096, 560): 512, (14336, 4096, 544): 512}
+    slower = [(6144, 4096, 288), (6144, 4096, 400), (3072, 8192, 288), (2048, 2048, 265), (2048, 2048, 288)]
+    w4a16_gemm.tokens_of_head.cache_clear()
+    for (rows, columns, tokens), head in (faster | dict.fromkeys(slower, 0)).items():
+        assert w4a16_gemm.tokens_of_head(tokens, rows, columns, 4, torch.device("cpu")) == head
+    for name, value, wrong in (("SLOWER_MMA", w4a16_gemm.SLOWER, slower[1]), ("GAIN", 0.0, slower[3])):
+        with monkeypatch.context() as patch:
+            patch.setattr(w4a16_gemm, name, value)
+            w4a16_gemm.tokens_of_head.cache_clear()
+            assert w4a16_gemm.tokens_of_head(wrong[2], *wrong[:2], 4, torch.device("cpu"))
+    w4a16_gemm.tokens_of_head.cache_clear()
+
+
 def in_turns(wave, free, together=1, clusters=128, tail=10.0, count=1):
     """Of a second launch whose thread blocks take `tail` / `count` beside the first."""
     room = w4a16_gemm.at_once(together, 132)
     waves = w4a16_gemm.Waves(together, clusters, room, count, 0.0)
     alone = w4a16_gemm.START + tail / w4a16_gemm.SLOWER
-    return w4a16_gemm.in_turns(wave, free, alone, waves, 132)
+    return w4a16_gemm.in_turns(wave, free, alone, waves, 132, w4a16_gemm.SLOWER)
 
 
 def test_a_second_launch_takes_turns_on_the_free_sms_and_then_waves_of_its_own():
