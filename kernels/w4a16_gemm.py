@@ -108,8 +108,8 @@ def unsupported(device: torch.device | str) -> str | None:
     return lacks("w4a16_gemm", device) or nvrtc.unavailable()
 
 
-TOKENS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 256)  # numbers of tokens with their own configurations
-SERVED = (16, 24, 32, 64, 80, 96, 112, 128)  # each serves all tokens above the one before it
+TOKENS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # which have their own configurations
+SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # each serves all tokens above the one before it
 ESTIMATED = (8, 16, 24, 32, 40, 48, 64, 80)  # as many as which fewer tokens are estimated
 
 
@@ -270,14 +270,15 @@ def known(config: dict, rows: int, columns: int, group: int = 128) -> bool:
     return columns % stage == 0 and (group <= stage or columns % (config["SPLIT"] * group) == 0)
 
 
-# The same of `w4a16_multicast.cu`, fitted to 254 times of 7 shapes and 65 to 600 tokens: the error is 5 % in the mean.
-MULTICAST_START = 3.4  # us of a wave
-MULTICAST_STEP = 0.235  # us of 64 columns, whatever the tokens: unpacking, waiting
-MULTICAST_PRODUCT = 1.72e-3  # us of 64 columns for a token
-FOUR_STEP, FOUR_PRODUCT = 0.53, 2.3e-3  # the same with four warpgroups
+# The same of `w4a16_multicast.cu`, fitted to 254 times of 7 shapes and 65 to 600 tokens: the error is 5 % in the mean;
+# with three or four warpgroups to some 200 of 8 shapes and 112 to 224 tokens.
+MULTICAST_START = {2: 3.4, 3: 5.2, 4: 9.9}  # us of a wave, by warpgroups
+MULTICAST_STEP = {2: 0.235, 3: 0.245, 4: 0.385}  # us of 64 columns, whatever the tokens: unpacking, waiting
+MULTICAST_PRODUCT = {2: 1.72e-3, 3: 2.98e-3, 4: 2.7e-3}  # us of 64 columns for a token
 MULTICAST_LARGE = 7e-4  # us more of 64 columns for a token beyond 256
 MULTICAST_JOIN = 0.018  # us to send the sums of a token
-LOOP_MULTICAST = {2: 0.91, 4: 0.93}  # times as long with an unrolled loop, by warpgroups
+LOOP_MULTICAST, MOST_LOOP_MULTICAST = {2: 0.91, 3: 0.91, 4: 0.93}, 256  # times as long with an unrolled loop, up to
+NO_PRODUCER = 1.065  # times as long where those that multiply copy x
 CROWDED = 1.1  # times as long where tiles of fewer than 200 tokens share weights on all SMs in one wave
 
 
@@ -289,12 +290,13 @@ def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:
     crowded = tokens < min(m, 200) and waves == 1 and tiles * split * config["PAIR"] > 0.95 * sms
     steps = 2 * -(-k // 128 // split)
     joining = MULTICAST_JOIN * tokens * (split - 1) / split
-    step = MULTICAST_STEP + MULTICAST_PRODUCT * tokens + MULTICAST_LARGE * max(0, tokens - MOST_BOX)
-    if warpgroups(config) == 4:
-        step = FOUR_STEP + FOUR_PRODUCT * tokens
-    wave = MULTICAST_START + steps * step + joining
-    if known(config, n, k) and m <= MOST_LOOP:
-        wave *= LOOP_MULTICAST[warpgroups(config)]
+    wgs = warpgroups(config)
+    step = MULTICAST_STEP[wgs] + MULTICAST_PRODUCT[wgs] * tokens + MULTICAST_LARGE * max(0, tokens - MOST_BOX)
+    wave = MULTICAST_START[wgs] + steps * step + joining
+    if known(config, n, k) and m <= MOST_LOOP_MULTICAST:
+        wave *= LOOP_MULTICAST[wgs]
+    if config.get("PRODUCER") == 0:
+        wave *= NO_PRODUCER
     return waves * wave * (CROWDED if crowded else 1)
 
 

@@ -129,9 +129,9 @@ __cluster_dims__(CLUSTER)
         cluster_arrive();
 #endif
     } else {
-        const bool copies_x = !PRODUCER && threadIdx.x == 0;
+        const bool copies_x = !PRODUCER && warp == 0;  // one of its lanes; all of them wait for a stage to be free
         if (PRODUCER) more_registers<MORE>();
-        else if (copies_x) {
+        else if (threadIdx.x == 0) {
             Stage column = begin * KS;
             for (int i = 0; i < STAGES && column < end * KS; i++, column += STEP) copy_x(column, i);
         }
@@ -193,7 +193,7 @@ __cluster_dims__(CLUSTER)
                     if (read >= begin * KS + BEHIND * STEP && next < end * KS) {
                         const int stage = i < BEHIND ? i + STAGES - BEHIND : i - BEHIND;
                         signal_wait(free + stage * 8, i < BEHIND ? phase - 1 : phase);
-                        copy_x(next, stage);
+                        if (lane == 0) copy_x(next, stage);
                     }
                 }
                 if ((column + PART) % STEP == 0) {

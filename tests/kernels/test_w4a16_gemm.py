@@ -399,8 +399,8 @@ def test_recorded_number_of_tokens(monkeypatch):
 
 def test_a_number_of_tokens_that_is_not_recorded_is_served_by_the_next_up_to_64(monkeypatch):
     """Up to 8 tokens by 8 or 16, 33 to 64 by 40, 48 or 64; 65 by 80 alone, or estimated."""
-    assert [w4a16_gemm.serving(m) for m in (1, 33, 41, 64, 65, 81, 113, 128, 200, 300)] == [
-        [8, 16], [40, 48, 64], [48, 64], [64], [80], [96], [128], [128], [], [],
+    assert [w4a16_gemm.serving(m) for m in (1, 33, 41, 64, 65, 81, 113, 128, 129, 200, 256, 300)] == [
+        [8, 16], [40, 48, 64], [48, 64], [64], [80], [96], [128], [128], [160], [224], [256], [],
     ]  # fmt: skip
     recorded = {f"w4 m{t} 4096x4096": {"key": t} for t in (16, 48, 64)}
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
@@ -517,7 +517,12 @@ KNOWN_WGMMA = {"KNOWN": 1, "SCALED": 0}
     (dict(zip(w4a16_tiles.WGMMA, (4, 32, 128, 5, 5, 2))) | KNOWN_WGMMA, 32, 4096),
     (dict(zip(w4a16_tiles.WGMMA, (3, 48, 128, 5, 5, 5))) | KNOWN_WGMMA, 48, 14336),
     ({"WGS": 4, "MT": 128, "STAGES": 4, "RING": 4, "SPLIT": 1, "PAIR": 1, "KNOWN": 1}, 104, 8192),
-], ids=("few", "uneven", "four"))  # fmt: skip
+    (dict(zip(w4a16_tiles.MULTICAST, (4, 160, 4, 2, 1))) | {"PAIR": 1, "KNOWN": 1, "PRODUCER": 0}, 160, 8192),
+    (dict(zip(w4a16_tiles.MULTICAST, (3, 128, 6, 3, 5))) | {"PAIR": 1, "KNOWN": 1}, 128, 14336),
+    (dict(zip(w4a16_tiles.MULTICAST, (3, 192, 4, 2, 4))) | {"PAIR": 1, "KNOWN": 1}, 192, 5120),
+    (dict(zip(w4a16_tiles.MULTICAST_OF_64S, (3, 6, 3, 1))) | {"PAIR": 1, "KNOWN": 1}, 192, 4096),
+    (dict(zip(w4a16_tiles.MULTICAST_OF_64S, (4, 4, 2, 2))) | {"PAIR": 1, "KNOWN": 1}, 256, 8192),
+], ids=("few", "uneven", "four", "no producer", "three", "large three", "two", "large two"))  # fmt: skip
 def test_the_unrolled_loop_compiles(config, tokens, columns):
     """No spills, and no product waits for another."""
     source, constants, *_ = w4a16_gemm.plan_of(config)(tokens, 14336, columns, (4, 128, False), config, (9, 0))
