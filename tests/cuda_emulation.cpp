@@ -77,6 +77,8 @@ struct Tensor { const char *from, *to; };
 
 std::vector<Tensor> tensors;
 std::atomic<int> outside{0}; // reads of something else
+std::atomic<int> unread{0};  // bulk copies that a block leaves in flight
+bool early = false;          // whether boxes land at once, not when somebody waits for them
 __thread Block *block;
 __thread Cluster *cluster;
 __thread u32 rank_here;
@@ -260,15 +262,17 @@ void signal_expect(u32 p, u32 bytes) {
     block->signals[p].bytes += bytes;
     signal_arrive(p);
 }
+static bool land_all(Signal &s) { // whether there were any
+    for (const Copy &c : s.copies) land(c), s.bytes -= c.bytes;
+    bool landed = s.copies.size();
+    s.copies.clear();
+    if (landed) s.end_phase();
+    return landed;
+}
 void signal_wait(u32 p, u32 turn) { // lands bulk copies, as late as they may
     Signal &s = block->signals[p];
-    for (take_posts(); (s.turn - 1 - turn) % 2; take_posts()) {
-        for (const Copy &c : s.copies) land(c), s.bytes -= c.bytes;
-        bool landed = s.copies.size();
-        s.copies.clear();
-        if (landed) s.end_phase();
-        else give_way(), std::this_thread::yield();
-    }
+    for (take_posts(); (s.turn - 1 - turn) % 2; take_posts())
+        if (!land_all(s)) give_way(), std::this_thread::yield();
 }
 void copy_bulk(u32 to, const void *from, u32 bytes, u32 p, u64) {
     if (to % 16 || (u64)from % 16 || bytes % 16) std::abort();
@@ -286,8 +290,9 @@ void copy_box(u32 to, const TensorMap *map, u32 column, u32 row, u32 p, u32 bloc
         }
     for (u32 rank = 0; blocks >> rank; rank++)
         if (blocks >> rank & 1) post(rank, [=] {
-            auto &there = block->signals[p].copies;
-            there.insert(there.end(), copies.begin(), copies.end());
+            Signal &there = block->signals[p];
+            there.copies.insert(there.copies.end(), copies.begin(), copies.end());
+            if (early) land_all(there);
         });
 }
 void copy_box(u32 to, const TensorMap *map, u32 column, u32 row, u32 p) {
@@ -445,9 +450,12 @@ static void run_block(const Launch &launch, u32 index, u32 rank, Cluster *of) {
                 mine.running = threadIdx.x = i;
                 run_on(mine, *mine.fibers[i]);
             }
+    take_posts();
+    for (const auto &[p, signal] : mine.signals) unread += signal.copies.size();
 }
 int run(const Launch &launch, u32 count, void **starts, const u64 *sizes) {
-    tensors.clear(), outside = 0;
+    tensors.clear(), outside = 0, unread = 0;
+    early = getenv("BOXES_LAND_EARLY") != nullptr;
     for (u32 i = 0; i < count; i++) tensors.push_back({(const char *)starts[i], (const char *)starts[i] + sizes[i]});
     for (u32 first = 0; first < launch.grid; first += launch.cluster) {
         Cluster together;
@@ -458,5 +466,5 @@ int run(const Launch &launch, u32 count, void **starts, const u64 *sizes) {
             blocks.emplace_back(run_block, std::cref(launch), first + i, i, &together);
         for (auto &b : blocks) b.join();
     }
-    return outside;
+    return outside ? outside.load() : -unread;
 }

@@ -87,6 +87,7 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
         room = nvrtc.Room(arguments)
         room.fill(arguments)
         outside = function(grid, block, room.pointers, len(memory), starts, sizes)
+        assert outside >= 0, f"{name} with {macros} leaves {-outside} pieces of bulk copies in flight"
         assert outside == 0, f"{name} with {macros} reads {outside} times outside the tensors that it was given"
 
     launch.beside = launch

@@ -260,6 +260,20 @@ def test_multicast_source_with_known_columns_on_the_cpu(case, monkeypatch):
     assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[case[3]]
 
 
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", some_slow(KNOWN_MULTICAST_CASES[4:7], (1, 2)), ids=str)
+def test_no_stage_is_filled_before_all_have_read_it(case, monkeypatch):
+    """Without a producer: boxes land as early as they may, while products run as late as they may."""
+    monkeypatch.setenv("BOXES_LAND_EARLY", "1")
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x, packed, config = of_known_multicast(case)
+    assert config["PRODUCER"] == 0
+    y = w4a16_gemm.launch(x, packed, config | {"STAGES": 3})  # one is read, one waits, the third is filled
+    assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[case[3]]
+
+
 def test_columns_are_a_constant_where_stages_and_groups_divide_them():
     """Rows may end within a tile of `wgmma`, not of `mma`, whose thread blocks copy whole tiles."""
     wgmma = dict(zip(w4a16_tiles.WGMMA, (2, 32, 128, 3, 3, 2))) | {"KNOWN": 1}
