@@ -26,7 +26,9 @@ A tile of tokens is no larger than they need: of 65 tokens and a configuration f
 
 `w4a16_multicast.cu` runs if a configuration has PAIR, for more than 64 tokens on the same devices: up to 352 tokens
 share what is unpacked, and x is copied by tensor maps, one thread instead of four warps that pass it through
-registers.
+registers. Two warpgroups have registers for the sums of 352 tokens, three for 192, four for 128, or for 160 if the
+thread that copies is one of theirs (PRODUCER 0). Which is fastest depends on how many waves of 128, 192 or 256 rows
+fill the SMs.
 
 SPLIT thread blocks of a cluster split K. Each adds up and stores a part of the sums, which the others send to its
 shared memory, always in the same order: no workspace, and bitwise reproducible results.
@@ -109,7 +111,7 @@ def unsupported(device: torch.device | str) -> str | None:
 
 
 TOKENS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # which have their own configurations
-SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # each serves all tokens above the one before it
+SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224)  # each serves all tokens above the one before it
 ESTIMATED = (8, 16, 24, 32, 40, 48, 64, 80)  # as many as which fewer tokens are estimated
 
 

@@ -165,7 +165,7 @@ LOOPS = [
     (3, 96, 128, 3, 3),
 ]  # fmt: skip
 FROM_NINE = {24: 9, 32: 9, 48: 33}
-NEARLY_FULL = {24: 17, 32: 17, 48: 33, 64: 41, 80: 65, 96: 65, 128: 97, 160: 129, 192: 129, 256: 193}
+NEARLY_FULL = {24: 17, 32: 17, 48: 33, 64: 41, 80: 65, 96: 65, 128: 97, 160: 129, 192: 129, 224: 193, 256: 193}
 RECORDED_LOOPS_OF_SUMS = [
     (4, 32, 128, 5, 5), (2, 32, 256, 3, 3), (2, 32, 256, 4, 4), (3, 48, 128, 5, 5), (2, 48, 128, 6, 6),
     (2, 48, 256, 3, 3), (2, 48, 256, 4, 4), (1, 48, 256, 4, 4), (1, 64, 128, 8, 8), (1, 64, 256, 5, 5),
@@ -204,6 +204,7 @@ OF_MULTICAST += [
     *each(MULTICAST_OF_64S, [(3, 6, 3), (4, 4, 2)], (1, 2, 3, 4), NEARLY_FULL, None, (4,), ALONE | UNROLLED),
     *each(MULTICAST, [(3, 128, 6, 3), (3, 192, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | UNROLLED),
     *each(MULTICAST, [(4, 160, 4, 2)], (1,), NEARLY_FULL, None, (4,), ALONE | UNROLLED | {"PRODUCER": 0}),
+    *each(MULTICAST, [(3, 224, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | UNROLLED | {"PRODUCER": 0}),
 ]
 
 CANDIDATES = {"mma": OF_MMA, "wgmma": OF_WGMMA, "multicast": OF_MULTICAST}  # by source

@@ -164,7 +164,7 @@ def test_a_launch_beside_another_takes_what_is_recorded_for_it(monkeypatch):
 def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
     """Of 16 tokens those of 256 rows alone; a tile of 64 from 41 on, of 128 from 97 on; of 4 bits alone."""
     few = {8: set(), 16: {24, 32}, 24: {24, 32}, 32: {32}, 33: {48}, 41: {48, 64}, 49: {64}, 65: {80, 96}}
-    many = {97: {128}, 128: {128}, 129: {160, 192}, 161: {192}, 193: {256}, 256: {256}, 257: set()}
+    many = {97: {128}, 128: {128}, 129: {160, 192}, 161: {192}, 193: {224, 256}, 225: {256}, 256: {256}, 257: set()}
     for m, tiles in (few | many).items():
         able = list(filter(w4a16_gemm.is_unrolled, w4a16_gemm.chosen_from(m, 4, (9, 0))))
         assert {w4a16_gemm.tokens_of(config) for config in able} == tiles

@@ -532,11 +532,15 @@ KNOWN_WGMMA = {"KNOWN": 1, "SCALED": 0}
     (dict(zip(w4a16_tiles.WGMMA, (3, 48, 128, 5, 5, 5))) | KNOWN_WGMMA, 48, 14336),
     ({"WGS": 4, "MT": 128, "STAGES": 4, "RING": 4, "SPLIT": 1, "PAIR": 1, "KNOWN": 1}, 104, 8192),
     (dict(zip(w4a16_tiles.MULTICAST, (4, 160, 4, 2, 1))) | {"PAIR": 1, "KNOWN": 1, "PRODUCER": 0}, 160, 8192),
+    (dict(zip(w4a16_tiles.MULTICAST, (4, 160, 4, 2, 1))) | {"PAIR": 1, "KNOWN": 1, "PRODUCER": 0}, 136, 4096),
+    (dict(zip(w4a16_tiles.MULTICAST, (3, 224, 4, 2, 2))) | {"PAIR": 1, "KNOWN": 1, "PRODUCER": 0}, 224, 4096),
     (dict(zip(w4a16_tiles.MULTICAST, (3, 128, 6, 3, 5))) | {"PAIR": 1, "KNOWN": 1}, 128, 14336),
     (dict(zip(w4a16_tiles.MULTICAST, (3, 192, 4, 2, 4))) | {"PAIR": 1, "KNOWN": 1}, 192, 5120),
     (dict(zip(w4a16_tiles.MULTICAST_OF_64S, (3, 6, 3, 1))) | {"PAIR": 1, "KNOWN": 1}, 192, 4096),
     (dict(zip(w4a16_tiles.MULTICAST_OF_64S, (4, 4, 2, 2))) | {"PAIR": 1, "KNOWN": 1}, 256, 8192),
-], ids=("few", "uneven", "four", "no producer", "three", "large three", "two", "large two"))  # fmt: skip
+], ids=(
+    "few", "uneven", "four", "no producer", "136", "three without", "three", "large three", "two", "large two",
+))  # fmt: skip
 def test_the_unrolled_loop_compiles(config, tokens, columns):
     """No spills, and no product waits for another."""
     source, constants, *_ = w4a16_gemm.plan_of(config)(tokens, 14336, columns, (4, 128, False), config, (9, 0))
