@@ -116,10 +116,14 @@ def _wna16_gemv() -> list[TuningPoint]:
 
 
 def _w4a16_gemm() -> list[TuningPoint]:
-    """A tile has at most 8 tokens more than there are: it is trimmed to them."""
+    """A tile, which is trimmed to the tokens that there are, has at most 8 more of them, and 32 beyond 128 tokens."""
     module = load("w4a16_gemm")
     cases = _cases(*module.TOKENS, bits=4, group=128, symmetric=False)
-    return _points("w4a16_gemm", cases, fits=lambda case, config: module.tokens_of(config) <= case["M"] + 8)
+
+    def fits(case: Case, config: Config) -> bool:
+        return module.tokens_of(config) <= case["M"] + (32 if case["M"] > 128 else 8)
+
+    return _points("w4a16_gemm", cases, fits=fits)
 
 
 def _q4_k(name: str) -> list[TuningPoint]:

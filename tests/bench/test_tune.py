@@ -320,6 +320,16 @@ def test_tune_writes_under_the_keys_of_the_recorded_files(name):
         assert set(tune.read(path).get(name, {})) <= set(keys), path.name
 
 
+def test_a_sweep_beyond_128_tokens_tries_what_is_chosen_without_a_record_and_what_is_recorded():
+    """W4A16's tiles of as many tokens, or of the next number that there is, which are trimmed."""
+    module, recorded = load("w4a16_gemm"), tune.read(tune.FOLDER / "nvidia-h200.json")["w4a16_gemm"]
+    for point in TUNABLE["w4a16_gemm"]():
+        _, tokens, shape = point.key.split()
+        if int(tokens[1:]) > 128:
+            chosen = module.cheapest(int(tokens[1:]), *map(int, shape.split("x")))
+            assert chosen in point.space and recorded.get(point.key, chosen) in point.space
+
+
 @pytest.mark.parametrize("name", ["w2a2_gemv", "w2a2_ready"])
 def test_copies_and_loads_are_tried_at_every_shape_and_what_is_recorded_among_them(name):
     if reason := cannot_import(name):
