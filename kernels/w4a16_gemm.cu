@@ -56,9 +56,13 @@ constexpr int NT = MT / 8, ROWS = 16 * RT * WR, MEMBERS = 32 * WR;
 constexpr int WORDS = MT * KW * 2, SCALES = WORDS + WR * RT * DEPTH * 512,
               SCALE_BYTES = sizeof(Scales) * 8 * (KW / FOLD);
 constexpr int STAGE = (SCALES + WR * RT * SCALE_BYTES + 127) / 128 * 128;
-// A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order. Sums
-// land behind the stages, which the receiving block may still be reading; with SPLIT 1 they overwrite the stages.
-constexpr int UNITS = WR * RT * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT, LANDING = SPLIT > 1 ? WK * STAGES * STAGE : 0;
+// A unit is the sums of 16 rows and 8 tokens. Its WK parts in a thread block overwrite the stages and are added up
+// there. One of the SPLIT blocks gets what the others have of it, behind its stages, which it may still be reading.
+constexpr int UNITS = WR * RT * NT;
+#if SPLIT > 1
+constexpr int SLOTS = (UNITS + SPLIT - 1) / SPLIT;  // units that a block gets, at most
+constexpr int LANDING = WK * (STAGES * STAGE > UNITS * 512 ? STAGES * STAGE : UNITS * 512);
+#endif
 
 static_assert(MEMBERS % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 &&
                   (GROUP == 0 || GROUP % FOLD == 0) && STAGES >= 2,
@@ -86,11 +90,11 @@ __cluster_dims__(SPLIT)
     const int tiles = (N + 15) / 16, slabs = (K + KS - 1) / KS;
     const u32 blocks = (K + KB - 1) / KB;
     const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
-    const u32 landing = shared_address(shared) + LANDING;
+    const u32 sums = shared_address(shared);
     let_tail_begin();
 #if SPLIT > 1
-    const u32 landed = landing + SPLIT * WK * SLOTS * 512;
-    if (threadIdx.x == 0) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * SPLIT * WK * 512);
+    const u32 landing = sums + LANDING, landed = landing + SPLIT * SLOTS * 512;
+    if (threadIdx.x == 0) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * (SPLIT - 1) * 512);
     cluster_arrive();
 #endif
 
@@ -177,29 +181,43 @@ __cluster_dims__(SPLIT)
     } while (++slab < end);
 
     wait_for_copies<0>();
+    __syncthreads();
+    UNROLL for (int r = 0; r < RT; r++) UNROLL for (int n = 0; n < NT; n++) {
+        const u32 unit = (my_tile + r) * NT + n;
+        const float4 v = {sum[r][n][0], sum[r][n][1], sum[r][n][2], sum[r][n][3]};
+        store16(sums + (warp / WR * UNITS + unit) * 512 + lane * 16, v);
+    }
+    __syncthreads();
+    auto add_up = [&](float (&total)[4], u32 unit) {  // this block's parts
+        uint4 parts[WK];
+        UNROLL for (int k = 0; k < WK; k++) parts[k] = load16(sums + (k * UNITS + unit) * 512 + lane * 16);
+        UNROLL for (int v = 0; v < WK * 4; v++) total[v % 4] += __uint_as_float((&parts[v / 4].x)[v % 4]);
+    };
 #if SPLIT > 1
     cluster_wait();  // every block of the cluster has started
-#else
-    __syncthreads();
-#endif
-    UNROLL for (int r = 0; r < RT; r++) UNROLL for (int n = 0; n < NT; n++) {
-        const u32 unit = (my_tile + r) * NT + n, slot = (rank * WK + warp / WR) * SLOTS + unit / SPLIT;
-        const float4 v = {sum[r][n][0], sum[r][n][1], sum[r][n][2], sum[r][n][3]};
-#if SPLIT > 1
-        send(landing + slot * 512 + lane * 16, v, landed, unit % SPLIT);
+    for (u32 i = warp; i < SLOTS * (SPLIT - 1); i += WR * WK) {  // of the units that other blocks get
+        const u32 slot = i / (SPLIT - 1), other = i % (SPLIT - 1), to = other + (other >= rank);
+        const u32 unit = slot * SPLIT + to;
+        if (unit >= UNITS) continue;
+        float total[4] = {};
+        add_up(total, unit);
+        const float4 v = {total[0], total[1], total[2], total[3]};
+        send(landing + (rank * SLOTS + slot) * 512 + lane * 16, v, landed, to);
     }
-    wait_for_bytes(landed);
-#else
-        store16(landing + slot * 512 + lane * 16, v);
-    }
-    __syncthreads();
 #endif
     for (u32 slot = warp; slot * SPLIT + rank < UNITS; slot += WR * WK) {
         const u32 unit = slot * SPLIT + rank;
-        uint4 parts[SPLIT * WK];
         float total[4] = {};
-        UNROLL for (int k = 0; k < SPLIT * WK; k++) parts[k] = load16(landing + (k * SLOTS + slot) * 512 + lane * 16);
-        UNROLL for (int v = 0; v < SPLIT * WK * 4; v++) total[v % 4] += __uint_as_float((&parts[v / 4].x)[v % 4]);
+        add_up(total, unit);
+#if SPLIT > 1
+        wait_for_bytes(landed);
+        const float own[4] = {total[0], total[1], total[2], total[3]};
+        UNROLL for (int v = 0; v < 4; v++) total[v] = 0;
+        UNROLL for (int block = 0; block < SPLIT; block++) {  // in the order of their columns
+            const uint4 part = load16(landing + (block * SLOTS + slot) * 512 + lane * 16);
+            UNROLL for (int v = 0; v < 4; v++) total[v] += block == rank ? own[v] : __uint_as_float((&part.x)[v]);
+        }
+#endif
         const float factor = SCALED ? 1 : 1 << DOWN;
         const int token = m0 + unit % NT * 8 + g, row = n0 + unit / NT * 16 + 2 * t;
         UNROLL for (int half = 0; half < 2; half++) {  // rows row, row + 1 of one token, then row + 8, row + 9

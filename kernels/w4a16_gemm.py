@@ -30,8 +30,9 @@ registers. Two warpgroups have registers for the sums of 352 tokens, three for 1
 thread that copies is one of theirs (PRODUCER 0). Which is fastest depends on how many waves of 128, 192 or 256 rows
 fill the SMs.
 
-SPLIT thread blocks of a cluster split K. Each adds up and stores a part of the sums, which the others send to its
-shared memory, always in the same order: no workspace, and bitwise reproducible results.
+SPLIT thread blocks of a cluster split K. Each adds up and stores a part of the sums: what the others have of it, added
+up over their warps, they send to its shared memory. The order is always the same: no workspace, and bitwise
+reproducible results.
 """
 
 import itertools
@@ -110,9 +111,9 @@ def unsupported(device: torch.device | str) -> str | None:
     return lacks("w4a16_gemm", device) or nvrtc.unavailable()
 
 
-TOKENS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # which have their own configurations
+TOKENS = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # which have their own configurations
 SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224)  # each serves all tokens above the one before it
-ESTIMATED = (8, 16, 24, 32, 40, 48, 64, 80)  # as many as which fewer tokens are estimated
+ESTIMATED = (8, 12, 16, 24, 32, 40, 48, 64, 80)  # as many as which fewer tokens are estimated
 
 
 def tuning_key(case: dict) -> str:
@@ -425,20 +426,22 @@ def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOS
             config["STAGES"] -= 1
         elif config["SPLIT"] > 1:
             config["SPLIT"] = 1  # sums reuse the memory of the stages
-        else:
+        elif config["MT"] > 8:
             config["MT"] //= 2
+        else:
+            config |= {"WK": config["WK"] // 2, "KS": config["KS"] // 2}
     return config
 
 
 def shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
-    """Dynamic shared memory of a thread block: stages of x, words and scales; sums behind (SPLIT > 1) or over them."""
+    """Dynamic shared memory of a thread block: stages of x, words and scales, or sums; sums of other blocks behind."""
     columns, tiles = config["KS"] // config["WK"], config["RT"] * config["WR"]
     groups = columns // group if group and group < columns else 1
     stage = config["MT"] * columns * 2 + tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
     stages = config["STAGES"] * config["WK"] * -(-stage // 128) * 128
-    units = tiles * config["MT"] // 8
-    sums = config["SPLIT"] * config["WK"] * -(-units // config["SPLIT"]) * 512
-    return stages + sums + 8 if config["SPLIT"] > 1 else max(stages, sums)
+    split, units = config["SPLIT"], tiles * config["MT"] // 8
+    own = max(stages, config["WK"] * units * 512)
+    return own + split * -(-units // split) * 512 + 8 if split > 1 else own
 
 
 def format_defines(bits: int, group: int, symmetric: bool, dtype: torch.dtype) -> dict[str, int]:

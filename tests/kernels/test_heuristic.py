@@ -125,7 +125,9 @@ def test_few_tokens_have_tiles_of_their_own(monkeypatch):
     for m, shape, chosen in ((2, (6144, 4096), (3, 1, 8)), (8, (28672, 4096), (2, 7, 2))):
         config = w4a16_gemm.configuration(m, *shape, 4, "cpu")  # the fastest of some forty on an H200, without an entry
         assert (8, *chosen) == tuple(config[name] for name in ("MT", "RT", "WR", "WK"))
-    assert w4a16_gemm.configuration(9, 6144, 4096, 4, "cpu")["MT"] == 16
+    for m, chosen in ((9, (3, 1, 8)), (12, (3, 1, 8)), (13, (1, 3, 4)), (16, (1, 3, 4))):
+        config = w4a16_gemm.configuration(m, 6144, 4096, 4, "cpu")
+        assert (16, *chosen) == tuple(config[name] for name in ("MT", "RT", "WR", "WK"))
     assert w4a16_gemm.configuration(17, 6145, 4096, 4, "cpu")["MT"] == 32
     tiles = {9: 24, 17: 24, 24: 24, 25: 32, 33: 48, 49: 64, 65: 80, 81: 96, 96: 96, 97: 128, 113: 128, 128: 128}
     for m, tile in tiles.items():

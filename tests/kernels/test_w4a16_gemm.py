@@ -41,6 +41,7 @@ SOURCE_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MT RT W
     (4, 64, False, "bfloat16", 19, 300, 576, (24, 2, 7, 2, 256, 3, 1)),
     (4, 128, False, "bfloat16", 37, 100, 1152, (40, 1, 3, 4, 512, 4, 1)),
     (4, 128, False, "float16", 3, 100, 768, (8, 1, 6, 2, 256, 3, 2)),
+    (4, 128, False, "bfloat16", 5, 48, 1024, (8, 1, 1, 2, 256, 2, 4)),  # one unit: three blocks only send
 ]
 
 
@@ -50,7 +51,7 @@ def some_slow(cases, always):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(SOURCE_CASES, (1, 2, 4, 7, 8, 10, 11)), ids=str)
+@pytest.mark.parametrize("case", some_slow(SOURCE_CASES, (1, 2, 4, 7, 8, 10, 11, len(SOURCE_CASES) - 1)), ids=str)
 def test_source_on_the_cpu(case, monkeypatch):
     """The .cu file itself: staged copies and their waits, swizzle, fragments, folds, ragged ends, clusters."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
@@ -412,9 +413,9 @@ def test_recorded_number_of_tokens(monkeypatch):
 
 
 def test_a_number_of_tokens_that_is_not_recorded_is_served_by_the_next_up_to_64(monkeypatch):
-    """Up to 8 tokens by 8 or 16, 33 to 64 by 40, 48 or 64; 65 by 80 alone, or estimated."""
-    assert [w4a16_gemm.serving(m) for m in (1, 33, 41, 64, 65, 81, 113, 128, 129, 200, 256, 300)] == [
-        [8, 16], [40, 48, 64], [48, 64], [64], [80], [96], [128], [128], [160], [224], [256], [],
+    """Up to 8 tokens by 8, 12 or 16, 9 to 12 by 12 or 16, 33 to 64 by 40, 48 or 64; 65 by 80 alone, or estimated."""
+    assert [w4a16_gemm.serving(m) for m in (1, 9, 33, 41, 64, 65, 81, 113, 128, 129, 200, 256, 300)] == [
+        [8, 12, 16], [12, 16], [40, 48, 64], [48, 64], [64], [80], [96], [128], [128], [160], [224], [256], [],
     ]  # fmt: skip
     recorded = {f"w4 m{t} 4096x4096": {"key": t} for t in (16, 48, 64)}
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
@@ -438,6 +439,24 @@ def test_tiles_have_no_more_tokens_than_there_are():
         tokens = w4a16_gemm.tokens_of(config)
         whole = w4a16_gemm.estimate(config, -(-129 // tokens) * tokens, 4096, 4096, 4, 132)
         assert w4a16_gemm.estimate(config, 129, 4096, 4096, 4, 132) <= whole
+
+
+def test_shared_memory_of_sums():
+    """Behind three stages a sum of each unit from either block; 48 units of four warps are more than two stages."""
+    config = dict(zip(w4a16_tiles.MMA, (16, 4, 1, 8, 1024, 3, 1, 0, 2)))
+    stages = 3 * 8 * (16 * 128 * 2 + 4 * (128 * 16 // 2 + 16 * 4))
+    assert w4a16_gemm.shared_bytes(config, 4, 128, False) == stages + 2 * 4 * 512 + 8
+    many = dict(zip(w4a16_tiles.MMA, (64, 3, 2, 4, 256, 2, 1, 1, 2)))
+    assert w4a16_gemm.shared_bytes(many, 4, 128, False) == 4 * 48 * 512 + 2 * 24 * 512 + 8
+    assert w4a16_gemm.shared_bytes(many | {"SPLIT": 1}, 4, 128, False) == 4 * 48 * 512
+
+
+def test_where_nothing_else_fits_fewer_warps_share_columns():
+    """8 bits of seven row tiles a warp: eight tokens and half the warps, as many columns each."""
+    config = dict(zip(w4a16_tiles.MMA, (16, 7, 1, 8, 1024, 2, 1, 0, 1)))
+    fitted = w4a16_gemm.fitted(config, 8, 128, False)
+    assert fitted == config | {"MT": 8, "WK": 4, "KS": 512}
+    assert w4a16_gemm.fitted(config, 4, 32, False) == config
 
 
 @pytest.mark.parametrize("m, n, k", [(1, 512, 2048), (16, 4096, 4096), (64, 28672, 8192), (2048, 127, 96)])
