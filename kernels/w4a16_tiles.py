@@ -24,8 +24,8 @@ MMA = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "SPLIT")
 WGMMA, WGMMA_OF_64S = ("WGS", "MT", "KS", "STAGES", "RING", "SPLIT"), ("WGS", "MB", "KS", "STAGES", "RING", "SPLIT")
 MULTICAST, MULTICAST_OF_64S = ("WGS", "MT", "STAGES", "RING", "SPLIT"), ("MB", "STAGES", "RING", "SPLIT")
 SPLITS = tuple(range(1, 9))
-UNROLLED = {"KNOWN": 1}
-OF_SUMS = {"KNOWN": 1, "SCALED": 0}  # unrolled, and scales multiply the sums of groups
+KNOWN = {"KNOWN": 1}
+KNOWN_OF_SUMS = {"KNOWN": 1, "SCALED": 0}  # scales multiply the sums of groups
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,16 @@ RECORDED_MMA_TILES = [
 SMALL_RECORDED_MMA_TILES = [(8, 1, 1, 4, 512, 8, 4, 0), (16, 1, 1, 4, 512, 2, 4, 0), (32, 1, 2, 2, 256, 5, 2, 0)]
 OF_MMA = [
     *each(MMA, ANY_MMA_TILES, SPLITS, FILLED),
-    *each(MMA, EIGHT_KNOWN_TILES, (1, 2), 1, 8, more=UNROLLED),
+    *each(MMA, EIGHT_KNOWN_TILES, (1, 2), 1, 8, more=KNOWN),
     *each(MMA, EIGHT_TILES, (1, 2), 1, 8),
-    *each(MMA, TWELVE_TILES, (1, 2), 9, 12, more=UNROLLED),
+    *each(MMA, TWELVE_TILES, (1, 2), 9, 12, more=KNOWN),
     *each(MMA, THIRTY_TWO_TILES, SPLITS, 17, 32),
-    *each(MMA, KNOWN_MMA_TILES, (1, 2), 17, 24, more=UNROLLED),
+    *each(MMA, KNOWN_MMA_TILES, (1, 2), 17, 24, more=KNOWN),
     *each(MMA, FEW_MMA_TILES, (1, 2), 17, 24),
     *each(MMA, FORTY_TILES, SPLITS, 33, 48),
     *each(MMA, FORTY_EIGHT_TILES, SPLITS, 33, 48),
-    *recorded_alone(MMA, RECORDED_MMA_TILES, (1, 2), UNROLLED),
-    *recorded_alone(MMA, SMALL_RECORDED_MMA_TILES, (2, 4, 8), UNROLLED),
+    *recorded_alone(MMA, RECORDED_MMA_TILES, (1, 2), KNOWN),
+    *recorded_alone(MMA, SMALL_RECORDED_MMA_TILES, (2, 4, 8), KNOWN),
 ]
 
 ANY_WGMMA_TILES = [
@@ -167,8 +167,10 @@ LOOPS = [
     (4, 80, 128, 3, 3), (2, 80, 128, 4, 4), (1, 80, 256, 3, 3), (4, 96, 128, 3, 3), (4, 96, 128, 2, 4),
     (3, 96, 128, 3, 3),
 ]  # fmt: skip
-FROM_NINE = {24: 9, 32: 9, 48: 33}
-NEARLY_FULL = {24: 17, 32: 17, 48: 33, 64: 41, 80: 65, 96: 65, 128: 97, 160: 129, 192: 129, 224: 193, 256: 193}
+FROM_NINE = {24: 9, 32: 9, 48: 33}  # tokens from which on unrolled loops over 256 rows are chosen from, by tile
+NEARLY_FULL = {  # the same of others
+    24: 17, 32: 17, 48: 33, 64: 41, 80: 65, 96: 65, 128: 97, 160: 129, 192: 129, 224: 193, 256: 193,
+}  # fmt: skip
 RECORDED_LOOPS_OF_SUMS = [
     (4, 32, 128, 5, 5), (2, 32, 256, 3, 3), (2, 32, 256, 4, 4), (3, 48, 128, 5, 5), (2, 48, 128, 6, 6),
     (2, 48, 256, 3, 3), (2, 48, 256, 4, 4), (1, 48, 256, 4, 4), (1, 64, 128, 8, 8), (1, 64, 256, 5, 5),
@@ -187,30 +189,29 @@ OF_WGMMA = [
     *each(WGMMA, [(2, 48, 256, 3, 3), (2, 48, 128, 8, 6)], SPLITS, 33, 48),
     *each(WGMMA, WIDE_WGMMA_TILES, SPLITS, 65, 112, bits=(4, 8)),
     *each(WGMMA, [(4, 96, 64, 5, 6)], SPLITS, 65, bits=(4, 8)),  # 256 rows: registers hold no sums of 128 tokens
-    *each(WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] == 4], SPLITS, FROM_NINE, None, (4,), OF_SUMS),
-    *each(WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] < 4], SPLITS, NEARLY_FULL, None, (4,), OF_SUMS),
-    *each(WGMMA, LOOPS, SPLITS, NEARLY_FULL, None, (4,), UNROLLED),
-    *recorded_alone(WGMMA, RECORDED_LOOPS_OF_SUMS, SPLITS, OF_SUMS),
-    *recorded_alone(WGMMA, RECORDED_LOOPS, SPLITS, UNROLLED),
+    *each(WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] == 4], SPLITS, FROM_NINE, None, (4,), KNOWN_OF_SUMS),
+    *each(WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] < 4], SPLITS, NEARLY_FULL, None, (4,), KNOWN_OF_SUMS),
+    *each(WGMMA, LOOPS, SPLITS, NEARLY_FULL, None, (4,), KNOWN),
+    *recorded_alone(WGMMA, RECORDED_LOOPS_OF_SUMS, SPLITS, KNOWN_OF_SUMS),
+    *recorded_alone(WGMMA, RECORDED_LOOPS, SPLITS, KNOWN),
 ]
 
 LEAST_MULTICAST = 97  # tokens: up to 96 of 14336 x 4096 and 8192 x 8192 `wgmma` takes 0.90 and 0.93 of its time
 MOST_TOKENS = 352  # of a tile: the registers hold no more sums
-PAIRS = (1, 2)
 OF_MULTICAST = []
 for tile in [(2, 6, 4), (3, 6, 3), (4, 4, 3), (5, 4, 3)]:  # with what fits into shared memory
-    for pair in PAIRS:
+    for pair in (1, 2):
         OF_MULTICAST += each(MULTICAST_OF_64S, [tile], (1, 2, 3, 4), LEAST_MULTICAST, more={"PAIR": pair})
 ALONE = {"PAIR": 1}
 OF_MULTICAST += [
     *each(("MT", "STAGES", "RING", "SPLIT"), [(MOST_TOKENS, 4, 3)], (1, 2, 3, 4), LEAST_MULTICAST, more=ALONE),
     *each(MULTICAST, [(4, 128, 4, 3)], (1,), LEAST_MULTICAST, 128, more=ALONE),
-    *each(MULTICAST_OF_64S, [(2, 6, 3), (2, 8, 4)], (1, 2, 3, 4), NEARLY_FULL, None, (4,), ALONE | UNROLLED),
-    *each(MULTICAST, [(4, 128, 8, 4)], (1, 2), NEARLY_FULL, None, (4,), ALONE | UNROLLED),
-    *each(MULTICAST_OF_64S, [(3, 6, 3), (4, 4, 2)], (1, 2, 3, 4), NEARLY_FULL, None, (4,), ALONE | UNROLLED),
-    *each(MULTICAST, [(3, 128, 6, 3), (3, 192, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | UNROLLED),
-    *each(MULTICAST, [(4, 160, 4, 2)], (1,), NEARLY_FULL, None, (4,), ALONE | UNROLLED | {"PRODUCER": 0}),
-    *each(MULTICAST, [(3, 224, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | UNROLLED | {"PRODUCER": 0}),
+    *each(MULTICAST_OF_64S, [(2, 6, 3), (2, 8, 4)], (1, 2, 3, 4), NEARLY_FULL, None, (4,), ALONE | KNOWN),
+    *each(MULTICAST, [(4, 128, 8, 4)], (1, 2), NEARLY_FULL, None, (4,), ALONE | KNOWN),
+    *each(MULTICAST_OF_64S, [(3, 6, 3), (4, 4, 2)], (1, 2, 3, 4), NEARLY_FULL, None, (4,), ALONE | KNOWN),
+    *each(MULTICAST, [(3, 128, 6, 3), (3, 192, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | KNOWN),
+    *each(MULTICAST, [(4, 160, 4, 2)], (1,), NEARLY_FULL, None, (4,), ALONE | KNOWN | {"PRODUCER": 0}),
+    *each(MULTICAST, [(3, 224, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | KNOWN | {"PRODUCER": 0}),
 ]
 
 CANDIDATES = {"mma": OF_MMA, "wgmma": OF_WGMMA, "multicast": OF_MULTICAST}  # by source
