@@ -111,9 +111,11 @@ def unsupported(device: torch.device | str) -> str | None:
     return lacks("w4a16_gemm", device) or nvrtc.unavailable()
 
 
-TOKENS = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # which have their own configurations
-SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224)  # each serves all tokens above the one before it
-ESTIMATED = (8, 12, 16, 24, 32, 40, 48, 64, 80)  # as many as which fewer tokens are estimated
+# Numbers of tokens: with configurations of their own; of those, each that serves all tokens above the one before it; as
+# many as which fewer tokens are estimated.
+TOKENS = (8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224)
+ESTIMATED = (8, 12, 16, 24, 32, 40, 48, 64, 80)
 
 
 def tuning_key(case: dict) -> str:

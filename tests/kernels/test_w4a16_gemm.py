@@ -407,15 +407,15 @@ def test_misuse():
 def test_recorded_number_of_tokens(monkeypatch):
     """The configuration of the next recorded number of tokens, where as many make the same tiles."""
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: {"key": key})
-    configs = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 25, 33, 49, 81, 97, 128, 250)}
-    wanted = (8, 16, 32, 40, 64, 96, 112, 128, 256)
+    configs = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 25, 33, 49, 57, 81, 97, 128, 250)}
+    wanted = (8, 16, 32, 40, 56, 64, 96, 112, 128, 256)
     assert [config["key"] for config in configs.values()] == [f"w4 m{t} 8x64" for t in wanted]
 
 
 def test_a_number_of_tokens_that_is_not_recorded_is_served_by_the_next_up_to_64(monkeypatch):
-    """Up to 8 tokens by 8, 12 or 16, 9 to 12 by 12 or 16, 33 to 64 by 40, 48 or 64; 65 by 80 alone, or estimated."""
+    """1 to 8 tokens by 8, 12 or 16, 9 to 12 by 12 or 16, 33 to 64 by 40, 48, 56 or 64; 65 by 80 alone, or estimate."""
     assert [w4a16_gemm.serving(m) for m in (1, 9, 33, 41, 64, 65, 81, 113, 128, 129, 200, 256, 300)] == [
-        [8, 12, 16], [12, 16], [40, 48, 64], [48, 64], [64], [80], [96], [128], [128], [160], [224], [256], [],
+        [8, 12, 16], [12, 16], [40, 48, 56, 64], [48, 56, 64], [64], [80], [96], [128], [128], [160], [224], [256], [],
     ]  # fmt: skip
     recorded = {f"w4 m{t} 4096x4096": {"key": t} for t in (16, 48, 64)}
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
