@@ -51,4 +51,4 @@ def test_two_of_three_targets_hold_where_they_are_recorded(path):
     recorded = json.loads(path.read_text(encoding="utf-8"))["times"]
     assert set(recorded) == {f"{n}x{k}" for n, k in steps.SHAPES}
     missed = steps.verdicts(recorded)
-    assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 9
+    assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 1
