@@ -123,7 +123,7 @@ def bench(
         rounds: timed rounds of each.
         joule_seconds: how long each runs once more, at least, for its energy; 0 leaves energy out.
         resume: what `out` has already, from the same commit and environment, is not measured again, but for the sizes
-            for which a kernel of this project failed or was wrong.
+            for which a kernel of this project failed or was wrong; what it has of other sizes and providers stays.
         workers: processes that compile everything beforehand, side by side; 0: kernels are compiled when they are met.
         say: takes a line a measurement.
         device: where; this machine's GPU when not given.
@@ -177,12 +177,19 @@ def bench(
         if layer is None or (layer.rows, layer.columns) != (n, k):
             layer = Layer(n, k, device=device.name)
         rows += run.at(layer, m, modes)
-        write_text(out, to_csv(rows))
+        write_text(out, to_csv(_with_others(rows, old)))
         spent = time.perf_counter() - begin
         left = f", about {spent / i * (len(todo) - i):.0f} s left" if i < len(todo) else ""
         say(f"[{i}/{len(todo)}] {n} x {k}, M = {m}: {spent:.0f} s so far{left}")
+    rows = _with_others(rows, old)
     write_text(out, to_csv(rows))
     return rows
+
+
+def _with_others(rows: Sequence[KernelRow], old: Sequence[KernelRow]) -> list[KernelRow]:
+    """Rows of a run, and of the file that it goes on with those that it has not measured."""
+    measured = {row.key for row in rows}
+    return [*rows, *(row for row in old if row.key not in measured)]
 
 
 def _chosen_providers(device: Device, only: Sequence[str]) -> dict[str, peers.Provider]:

@@ -109,6 +109,19 @@ def test_resume_measures_only_what_is_missing(device, tmp_path):
         assert any(line.startswith("32 x 64") for line in lines)
 
 
+def test_resume_keeps_what_it_is_not_asked_for(device, tmp_path):
+    """Other shapes and numbers of rows, and other providers of the same ones: a file may be made by several runs."""
+    out = tmp_path / "x.csv"
+    options = {"say": str, "device": device, "rounds": 3, "resume": True}
+    first = bench.bench(out, [(32, 64)], (1,), **options)
+    bench.bench(out, [(64, 64)], (4,), **options)
+    bench.bench(out, [(32, 64)], (1, 4), only=["mine"], **options)
+    rows = from_csv(out)
+    sizes = {(row.N, row.K, row.M) for row in rows if row.provider == "mine"}
+    assert sizes == {(32, 64, 1), (32, 64, 4), (64, 64, 4)} and len({row.key for row in rows}) == len(rows)
+    assert {row.key for row in first} <= {row.key for row in rows}
+
+
 @pytest.mark.parametrize("status", ["wrong", "failed"])
 def test_resume_measures_again_where_a_kernel_of_ours_was_wrong_or_failed(device, tmp_path, monkeypatch, status):
     out, lines = tmp_path / "x.csv", []
