@@ -57,9 +57,11 @@ struct Block {
     const Launch *launch;
     char *shared;
 };
+constexpr u64 ENDED = ~0ull; // of passes, when no fiber is left
 struct Arrivals { int64_t expected = 0, received = 0; };
 struct Member { // a block, as the others of its cluster see it
     char *base = nullptr;
+    std::atomic<u64> passes{0}; // over all of its fibers
     std::mutex lock;
     std::map<u32, Arrivals> arrivals; // by the address of the counter
     std::vector<std::function<void()>> posts; // what others do to its signals, when it waits for one
@@ -70,13 +72,40 @@ struct Member { // a block, as the others of its cluster see it
 };
 struct Cluster {
     std::atomic<int> started{0}, arrived{0};
+    std::atomic<u64> progress{0};   // fibers that began and waits that ended
+    std::atomic<bool> stuck{false}; // every fiber waits
     int threads = 0;
     std::vector<Member> members;
+    std::vector<u64> passes() const {
+        std::vector<u64> all;
+        for (const Member &member : members) all.push_back(member.passes);
+        return all;
+    }
+};
+// Whether all blocks of a cluster wait for ever, by what one of them sees after each pass over its fibers. Since `since`
+// nothing has begun or ended. Once every block has ended a pass, no fiber is on its way from one wait to the next any
+// more; and what is true then is met by each fiber within three more passes.
+struct Standstill {
+    u64 progress = 0;
+    bool all_wait = false;
+    std::vector<u64> since;
+    bool is_for_ever(const Cluster &all) {
+        const std::vector<u64> passes = all.passes();
+        if (since.empty() || all.progress != progress) {
+            progress = all.progress, since = passes, all_wait = false;
+            return false;
+        }
+        for (size_t i = 0; i < passes.size(); i++)
+            if (passes[i] != ENDED && passes[i] < since[i] + (all_wait ? 3 : 1)) return false;
+        if (all_wait) return all.progress == progress;
+        all_wait = true, since = passes;
+        return false;
+    }
 };
 struct Tensor { const char *from, *to; };
 
 std::vector<Tensor> tensors;
-std::atomic<int> outside{0}; // reads of something else
+std::atomic<int> outside{0}; // reads of something else, and writes of shared memory behind what was asked for
 std::atomic<int> unread{0};  // bulk copies that a block leaves in flight
 bool early = false;          // whether boxes land at once, not when somebody waits for them
 __thread Block *block;
@@ -92,10 +121,16 @@ void give_way() {
     if (_setjmp(fiber.now) == 0) _longjmp(block->scheduler, 1);
     threadIdx.x = block->running;
 }
+template <class F> void wait_until(F is_there) {
+    if (is_there()) return;
+    do give_way();
+    while (!is_there());
+    cluster->progress++;
+}
 void meet(int &arrived, int &turn, int parties) {
     int mine = turn;
     if (++arrived == parties) arrived = 0, turn++;
-    while (turn == mine) give_way();
+    wait_until([&] { return turn != mine; });
 }
 void land(const Copy &c) {
     if (!c.zero) check_read(c.from, c.bytes);
@@ -271,8 +306,11 @@ static bool land_all(Signal &s) { // whether there were any
 }
 void signal_wait(u32 p, u32 turn) { // lands bulk copies, as late as they may
     Signal &s = block->signals[p];
-    for (take_posts(); (s.turn - 1 - turn) % 2; take_posts())
-        if (!land_all(s)) give_way(), std::this_thread::yield();
+    wait_until([&] {
+        do take_posts();
+        while ((s.turn - 1 - turn) % 2 && land_all(s));
+        return (s.turn - 1 - turn) % 2 == 0;
+    });
 }
 void copy_bulk(u32 to, const void *from, u32 bytes, u32 p, u64) {
     if (to % 16 || (u64)from % 16 || bytes % 16) std::abort();
@@ -397,7 +435,7 @@ FOR_BOTH(1)
 void cluster_arrive() { cluster->arrived++; }
 void cluster_wait() { // for the barrier's next end: threads of a cluster arrive once for each
     int ends = ++fiber_here().cluster_barriers;
-    while (cluster->arrived < cluster->threads * ends) give_way(), std::this_thread::yield();
+    wait_until([=] { return cluster->arrived >= cluster->threads * ends; });
 }
 void expect_bytes(u32 counter, u32 bytes) {
     cluster->members[rank_here].with(counter, [=](Arrivals &a) { return a.expected = bytes; });
@@ -409,12 +447,13 @@ void send_bytes(u32 to, const void *from, int bytes, u32 counter, u32 rank) {
 }
 void wait_for_bytes(u32 counter) {
     auto all = [](Arrivals &a) { return a.received >= a.expected; };
-    while (!cluster->members[rank_here].with(counter, all)) give_way(), std::this_thread::yield();
+    wait_until([=] { return cluster->members[rank_here].with(counter, all); });
 }
 
 // ---- launch
 
 static void fiber_entry() {
+    cluster->progress++;
     block->launch->kernel(block->launch->at);
     block->fibers[block->running]->done = true;
     block->alive--;
@@ -444,14 +483,21 @@ static void run_block(const Launch &launch, u32 index, u32 rank, Cluster *of) {
     }
     of->members[rank].base = mine.shared;
     for (of->started++; of->started < (int)of->members.size();) std::this_thread::yield();
-    while (mine.alive)
+    Standstill standstill;
+    while (mine.alive && !of->stuck) {
         for (unsigned i = 0; i < launch.threads; i++)
             if (!mine.fibers[i]->done) {
                 mine.running = threadIdx.x = i;
                 run_on(mine, *mine.fibers[i]);
             }
+        of->members[rank].passes++;
+        if (standstill.is_for_ever(*of)) of->stuck = true;
+        std::this_thread::yield();
+    }
+    of->members[rank].passes = ENDED;
     take_posts();
     for (const auto &[p, signal] : mine.signals) unread += signal.copies.size();
+    for (u32 i = launch.shared_bytes; i < SHARED_BYTES; i++) outside += mine.shared[i] != '\xFF';
 }
 int run(const Launch &launch, u32 count, void **starts, const u64 *sizes) {
     tensors.clear(), outside = 0, unread = 0;
@@ -465,6 +511,7 @@ int run(const Launch &launch, u32 count, void **starts, const u64 *sizes) {
         for (u32 i = 0; i < launch.cluster; i++)
             blocks.emplace_back(run_block, std::cref(launch), first + i, i, &together);
         for (auto &b : blocks) b.join();
+        if (together.stuck) return NEVER_ENDS;
     }
     return outside ? outside.load() : -unread;
 }

@@ -186,8 +186,11 @@ struct Launch {
     void **at;                  // pointers to the arguments, as for cuLaunchKernel
     void (*kernel)(void **at);
     char *(*shared)(); // memory of the thread that asks
+    u32 shared_bytes;  // of it that a block asks for
 };
-// How often the launch reads outside the `count` tensors that it is given.
+// How often the launch reads outside the `count` tensors that it is given and writes shared memory that no block asks
+// for; or minus how many pieces of bulk copies blocks leave in flight; or NEVER_ENDS.
+constexpr int NEVER_ENDS = -(1 << 30); // every thread of a cluster waits
 int run(const Launch &launch, u32 count, void **starts, const u64 *sizes);
 inline char *shared_here() { return shared; }
 template <class... A, size_t... I> void call(void (*kernel)(A...), void **at, std::index_sequence<I...>) {

@@ -29,6 +29,7 @@ CLUSTER = ("CLUSTER", "SPLITS", "SPLIT", "PROGRAMS")  # macros that say how many
 LEAST_ADDRESS = 2**32  # of an int argument; smaller ones are C ints
 LAST: list[tuple[int, int]] = []  # memory of the last launch's tensors, as `spans`
 SHARED_BYTES = 227 * 1024  # of a block on sm_90
+NEVER_ENDS = -(1 << 30)  # what `run` gives in cuda_emulation.h
 
 
 @cache
@@ -63,8 +64,10 @@ def _launcher(path: Path, name: str, cluster: int, macros: tuple[tuple[str, obje
     stub = _header().with_name(f"{name}-{next(COUNT)}.cpp")  # a library that is loaded cannot be written over
     stub.write_text(
         f'#include "{path}"\n'
-        'extern "C" int launch(u32 grid, u32 threads, void **at, u32 count, void **starts, u64 *sizes) {\n'
-        f"    return run({{grid, threads, {cluster}, at, call_with<{name}>, shared_here}}, count, starts, sizes);\n"
+        'extern "C" int launch(u32 grid, u32 threads, u32 shared_bytes, void **at, u32 count, void **starts,\n'
+        "                      u64 *sizes) {\n"
+        f"    const Launch one = {{grid, threads, {cluster}, at, call_with<{name}>, shared_here, shared_bytes}};\n"
+        "    return run(one, count, starts, sizes);\n"
         "}\n"
     )
     flags, library = [f"-D{key}={value}" for key, value in macros], stub.with_suffix(".so")
@@ -86,9 +89,11 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
         sizes = (ctypes.c_uint64 * len(memory))(*(size for _, size in memory))
         room = nvrtc.Room(arguments)
         room.fill(arguments)
-        outside = function(grid, block, room.pointers, len(memory), starts, sizes)
+        outside = function(grid, block, shared_bytes, room.pointers, len(memory), starts, sizes)
+        assert outside != NEVER_ENDS, f"{name} with {macros} never ends: every thread of a cluster waits"
         assert outside >= 0, f"{name} with {macros} leaves {-outside} pieces of bulk copies in flight"
-        assert outside == 0, f"{name} with {macros} reads {outside} times outside the tensors that it was given"
+        where = "the tensors or the shared memory that it was given"
+        assert outside == 0, f"{name} with {macros} is {outside} times outside {where}"
 
     launch.beside = launch
     launch.step = lambda grid, block, parameters, beside=False: (launch, grid, block, parameters)

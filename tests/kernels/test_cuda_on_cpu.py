@@ -31,6 +31,19 @@ __global__ void before_and_after_the_wait(const float *from, float *to) {
 __global__ void where_it_runs(int *to) {
     if (threadIdx.x == 0) to[blockIdx.x] = gridDim.x * 1000 + blockDim.x;
 }
+__global__ void half_of_a_block_meets(int *to) {
+    if (threadIdx.x < 32) __syncthreads();
+    to[threadIdx.x] = 1;
+}
+__global__ void bytes_from_the_next_block(int *to) {  // of two; the first one sends none if `to` says so
+    extern __shared__ __align__(128) char shared[];
+    const u32 landed = shared_address(shared) + 128, next = 1 - blockIdx.x;
+    if (threadIdx.x == 0) expect_bytes(landed, 16);
+    cluster_arrive(), cluster_wait();
+    if (threadIdx.x == 0 && !(next && __ldg(to))) send(shared_address(shared), float4{1, 2, 3, 4}, landed, next);
+    wait_for_bytes(landed);
+    if (threadIdx.x == 0) to[1 + blockIdx.x] = 1;
+}
 """
 
 
@@ -39,7 +52,11 @@ def launch(tmp_path_factory):
     """Runs a kernel of the source with a grid, a block and arguments."""
     path = tmp_path_factory.mktemp("source") / "kernels.cu"
     path.write_text(SOURCE)
-    return lambda name, *arguments: cuda_on_cpu.load(path, name, {}, "cpu")(*arguments)
+
+    def run(name, *arguments, shared_bytes=512, **macros):
+        cuda_on_cpu.load(path, name, macros, "cpu", shared_bytes)(*arguments)
+
+    return run
 
 
 def test_every_float16_is_the_float_that_torch_makes_of_it(launch):
@@ -92,8 +109,26 @@ def test_what_is_read_outside_the_given_tensors_is_counted(launch, name):
     """Plain reads and copies, by one thread."""
     whole = torch.arange(128.0)
     short = whole[: 31 if name == "reverse_of_a_block" else 124]
-    with pytest.raises(AssertionError, match=f"{name} with {{}} reads 1 times outside the tensors"):
+    with pytest.raises(AssertionError, match=f"{name} with {{}} is 1 times outside the tensors"):
         launch(name, 1, 32, short, torch.empty(64))
+
+
+def test_what_is_written_behind_the_shared_memory_of_a_block_is_counted(launch):
+    values = torch.arange(1.0, 65.0)
+    launch("reverse_of_a_block", 1, 64, values, torch.empty(64), shared_bytes=256)
+    with pytest.raises(AssertionError, match="reverse_of_a_block with {} is 4 times outside .* shared memory"):
+        launch("reverse_of_a_block", 1, 64, values, torch.empty(64), shared_bytes=252)
+
+
+def test_threads_that_wait_for_ever_are_an_error(launch):
+    """At a barrier that others never reach, and for bytes that no block sends; a block that ends does not hide it."""
+    with pytest.raises(AssertionError, match="half_of_a_block_meets with {} never ends: every thread"):
+        launch("half_of_a_block_meets", 1, 64, torch.zeros(64, dtype=torch.int32))
+    marks = torch.tensor([0, 0, 0], dtype=torch.int32)
+    launch("bytes_from_the_next_block", 2, 64, marks, CLUSTER=2)
+    assert marks.tolist() == [0, 1, 1]
+    with pytest.raises(AssertionError, match="bytes_from_the_next_block with .* never ends: every thread"):
+        launch("bytes_from_the_next_block", 2, 64, torch.tensor([1, 0, 0], dtype=torch.int32), CLUSTER=2)
 
 
 def test_the_library_that_runs_kernels_is_compiled_once_for_its_text(monkeypatch, tmp_path):
