@@ -399,10 +399,9 @@ def beside(wave: float, free: float, tail: float) -> float:
 def in_turns(wave: float, free: float, tail: float, waves: Waves, sms: int, slower: float) -> float:
     """The same of a second launch that fills the SMs in few waves, `tail` microseconds long by itself.
 
-    While the first runs each of its waves takes `slower` times as long.
-
-    Its thread blocks, alone or two together, run on free SMs, turn by turn, while that wave runs; for larger clusters
-    no GPC has room. What has not begun when it ends takes whole waves of its own.
+    Its thread blocks, alone or two together, run on free SMs, turn by turn, while the last wave of the first launch
+    runs, and take `slower` times as long there; for larger clusters no GPC has room. What has not begun when that wave
+    ends takes whole waves of its own.
     """
     turn = (tail - START) / waves.count
     at_a_time = int(free * sms / waves.together) if waves.together <= 2 else 0

@@ -205,7 +205,7 @@ def record(out: Path) -> dict[str, Any]:
     if not todo:
         return content
     compile_all(todo)
-    names = sorted({name_of(config) for configs in todo.values() for config in configs})
+    names = sorted({name_of(config) for config in itertools.chain.from_iterable(todo.values())})
     places: dict[str, dict[str, Any]] = {}
     content["runs"].append({**origin, "configs": names, "places": places})
     backend, layer, copies = timing.Cuda(), None, []
