@@ -16,7 +16,8 @@ from repro.kernels import nvrtc, packing
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import HALVES, operator, plain
 from repro.kernels.prepared import blank
-from repro.kernels.w4a16_gemm import SOURCE, format_defines, random_weight
+from repro.kernels.w4a16_gemm import random_weight
+from repro.kernels.w4a16_plans import SOURCE, format_defines
 
 CASES = [  # rows, columns (Llama 3.2 1B, 3.1 8B and ragged ones), bits, group, symmetric, dtype, seed
     {"N": 2048, "K": 2048, "bits": 4, "group": 128, "symmetric": False, "dtype": "bfloat16", "seed": 0},

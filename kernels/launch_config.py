@@ -71,6 +71,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability; that of an H200 where there is no CUDA device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
 def registers(warps: int) -> int:
     """Of a thread, where so many warps share an SM, whose four parts have their own."""
     return min(MOST_REGISTERS, REGISTERS // -(-warps // 4))

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from repro.kernels import dequantize as dense
-from repro.kernels import w4a16_gemm, wna16_gemv
+from repro.kernels import w4a16_beside, w4a16_gemm, wna16_gemv
 from repro.kernels.launch_config import launch_config
 from repro.kernels.operators import HALVES, Argument, operator
 from repro.kernels.packing import TENSORS, PackedWeight, misfit
 from repro.kernels.prepared import Scratch, blank
+from repro.kernels.w4a16_choice import configuration
 
 CASES = w4a16_gemm.CASES  # the number of tokens selects the path
 LIMITS = {"decode": 16, "gemm": 2048}
-MOST_DECODED = 8  # tokens of a second launch by `wna16_gemv.py`, whatever the path of so many alone
 FALLBACK = {"decode": 8, "gemm": 128}  # largest M of a path on a device without measurements
 
 
@@ -142,7 +142,7 @@ def tokens_of_head(x: Tensor, rows: int, columns: int, bits: int) -> int:
     """How many tokens of x have a launch of their own, with the others beside them; 0 for one launch."""
     if not w4a16_gemm.is_aligned(x):
         return 0
-    return w4a16_gemm.tokens_of_head(x.shape[0], rows, columns, bits, x.device)
+    return w4a16_beside.tokens_of_head(x.shape[0], rows, columns, bits, x.device)
 
 
 def prepare_two(
@@ -150,12 +150,12 @@ def prepare_two(
 ) -> Callable[..., Tensor]:
     """Two launches for activations like x: the first `head` tokens, and beside them the others."""
     form, count = (bits, group, rows, columns, symmetric), x.shape[0] - head
-    config = w4a16_gemm.configuration(head, rows, columns, bits, x.device)
+    config = configuration(head, rows, columns, bits, x.device)
     kernel, first = w4a16_gemm.planned(x, head, *form, config, "HEAD")
-    if count <= MOST_DECODED:
+    if count <= w4a16_beside.MOST_DECODED:
         second = wna16_gemv.tail(x, head, *form)
     else:
-        config = w4a16_gemm.configuration(count, rows, columns, bits, x.device, True)
+        config = configuration(count, rows, columns, bits, x.device, beside=True)
         _, second = w4a16_gemm.planned(x, count, *form, config, "TAIL", head)
     write = kernel.in_a_row(("x", "codes", "scale_zero", "y"), (first, second))
     made = blank(x.dtype, x.shape[0], rows)

@@ -79,7 +79,12 @@ def test_what_is_clean(sanitize):
     ]  # fmt: skip
 
 
-HELPERS = {"noise": "sample", "q4_k_planes": "q4_k_naive_sparse", "w2a2_format": "quantize_2bit"}  # and who calls them
+HELPERS = {  # and who calls them
+    "noise": "sample",
+    "q4_k_planes": "q4_k_naive_sparse",
+    "w2a2_format": "quantize_2bit",
+    "w4a16_plans": "w4a16_gemm",
+}
 
 
 def files_with_kernels():
@@ -103,7 +108,7 @@ def test_no_kernel_is_left_out():
     pytest.importorskip("triton")
     for name in CHECKED:
         assert every_kernel.small_cases(load(name)), f"{name}: no case is small enough for the sanitizer"
-    texts = "".join((ROOT / "kernels" / f"{name}.py").read_text() for name in CHECKED)
+    texts = "".join((ROOT / "kernels" / f"{name}.py").read_text() for name in (*CHECKED, *HELPERS))
     for source in (ROOT / "kernels").glob("*.cu"):
         assert source.stem in CHECKED or f'"{source.name}"' in texts, source.name
 

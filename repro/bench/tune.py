@@ -29,7 +29,7 @@ from repro.bench.stored_peers import COUNTS, shapes
 from repro.bench.task import Layer, Task, Timing
 from repro.core.errors import UserError, unknown
 from repro.core.files import one_at_a_time, reading, short_hash, write_text
-from repro.kernels import nvrtc, q4_k_planes
+from repro.kernels import nvrtc, q4_k_planes, w4a16_choice, w4a16_tiles
 from repro.kernels.launch_config import FOLDER, device_slug
 from repro.store.kernel_rows import USES
 
@@ -117,13 +117,12 @@ def _wna16_gemv() -> list[TuningPoint]:
 
 def _w4a16_gemm() -> list[TuningPoint]:
     """A tile, which is trimmed to the tokens that there are, has at most 8 more of them, and 32 beyond 128 tokens."""
-    module = load("w4a16_gemm")
-    cases = _cases(*module.TOKENS, bits=4, group=128, symmetric=False)
+    cases = _cases(*w4a16_choice.TOKENS, bits=4, group=128, symmetric=False)
 
     def fits(case: Case, config: Config) -> bool:
-        return module.tokens_of(config) <= case["M"] + (32 if case["M"] > 128 else 8)
+        return w4a16_tiles.tokens_of(config) <= case["M"] + (32 if case["M"] > 128 else 8)
 
-    return _points("w4a16_gemm", cases, fits=fits)
+    return _points("w4a16_gemm", cases, key=w4a16_choice.tuning_key, fits=fits)
 
 
 def _q4_k(name: str) -> list[TuningPoint]:

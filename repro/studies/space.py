@@ -27,7 +27,7 @@ import torch
 from repro.bench import bench, timing
 from repro.bench.task import Layer
 from repro.core.files import write_text
-from repro.kernels import nvrtc, packing, w4a16_gemm
+from repro.kernels import nvrtc, packing, w4a16_choice, w4a16_gemm, w4a16_plans, w4a16_tiles
 from repro.kernels.launch_config import processors
 from repro.studies.measurement_folder import file_of_command_line
 
@@ -60,13 +60,13 @@ def cases() -> list[Case]:
 def key(case: Case) -> str:
     """A case's name in the file, as that of a launch configuration."""
     m, n, k = case
-    return w4a16_gemm.tuning_key({"bits": FORM[0], "M": m, "N": n, "K": k})
+    return w4a16_choice.tuning_key({"bits": FORM[0], "M": m, "N": n, "K": k})
 
 
 def tried(case: Case) -> list[Config]:
     """The configurations that are chosen from for any tokens that a case's stand for, more than half as many."""
     tokens, configs = range(case[0] // 2 + 1, case[0] + 1), []
-    for candidate in itertools.chain.from_iterable(w4a16_gemm.CANDIDATES.values()):
+    for candidate in itertools.chain.from_iterable(w4a16_tiles.CANDIDATES.values()):
         if any(candidate.suits(m, FORM[0]) for m in tokens):
             configs.append(candidate.config)
     return configs
@@ -98,7 +98,7 @@ def ratios(content: Mapping[str, Any]) -> dict[str, float]:
         raise ValueError(f"recorded on {content['sms']} SMs; what is chosen on {processors(UNTUNED)} is judged")
     by_case = {}
     for case in cases():
-        chosen = name_of(w4a16_gemm.configuration(*case, FORM[0], UNTUNED))
+        chosen = name_of(w4a16_choice.configuration(*case, FORM[0], UNTUNED))
         fastest, of_choice = math.inf, None
         for run in content["runs"]:
             place = run["places"].get(key(case))
@@ -119,10 +119,10 @@ def ratios(content: Mapping[str, Any]) -> dict[str, float]:
 def sources(case: Case, configs: Sequence[Config]) -> Iterator[tuple[Path, dict[str, int]]]:
     """(source, macros) of everything that is compiled for a case."""
     m, n, k = case
-    defines = w4a16_gemm.format_defines(*FORM, torch.bfloat16)
+    defines = w4a16_plans.format_defines(*FORM, torch.bfloat16)
     for config in configs:
-        source, constants, *_ = w4a16_gemm.plan_of(config)(m, n, k, FORM, config, (9, 0))
-        yield source, defines | constants
+        source, plan = w4a16_plans.plan_of(config, m, n, k, FORM, (9, 0))
+        yield source, defines | plan.macros
 
 
 def _compiled(job: tuple[Path, tuple[tuple[str, int], ...], str]) -> None:

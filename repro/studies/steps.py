@@ -30,7 +30,7 @@ from torch import Tensor
 from repro.bench import bench, timing
 from repro.bench.task import Layer
 from repro.core.files import write_text
-from repro.kernels import dequantize, linear, nvrtc, w4a16_gemm, wna16_gemv
+from repro.kernels import dequantize, linear, nvrtc, w4a16_choice, w4a16_gemm, wna16_gemv
 from repro.kernels.packing import PackedWeight
 from repro.studies import space
 from repro.studies.measurement_folder import file_of_command_line
@@ -63,7 +63,7 @@ def candidates(x: Tensor, copies: Sequence[PackedWeight], dense: Sequence[Tensor
     }
     if count <= wna16_gemv.MAX_ROWS:
         calls["decode"] = on_each_copy(lambda packed: wna16_gemv.wna16_gemv(x, packed))
-    config = w4a16_gemm.configuration(*sizes, first.bits, x.device)
+    config = w4a16_choice.configuration(*sizes, first.bits, x.device)
     calls["gemm"] = on_each_copy(lambda packed: w4a16_gemm.launch(x, packed, config))  # in one launch
     return calls
 

@@ -17,7 +17,7 @@ from repro.bench.kernel_list import load
 from repro.bench.timing import Task
 from repro.bench.tune import TUNABLE
 from repro.core.errors import UserError
-from repro.kernels import launch_config
+from repro.kernels import launch_config, w4a16_choice
 
 COSTS = {1: 3e-6, 2: 2e-6, 4: 1e-6, 8: 0.5e-6, 16: 1.995e-6}  # 8 is the fastest, and wrong
 SPACE = [{"warps": w} for w in COSTS]
@@ -304,7 +304,7 @@ def test_the_bits_are_in_the_key_of_every_weight():
     assert all(key.startswith("w4 m") for key in recorded["w4a16_gemm"])
     assert all(key.startswith("w4 ") or key == "default" for key in recorded["linear"])
     case = {"M": 64, "N": 4096, "K": 4096}
-    keys = [load("w4a16_gemm").tuning_key(case | {"bits": bits}) for bits in (2, 4, 8)]
+    keys = [w4a16_choice.tuning_key(case | {"bits": bits}) for bits in (2, 4, 8)]
     assert keys == [f"w{bits} m64 4096x4096" for bits in (2, 4, 8)] and keys[1] in recorded["w4a16_gemm"]
 
 
@@ -322,11 +322,11 @@ def test_tune_writes_under_the_keys_of_the_recorded_files(name):
 
 def test_a_sweep_beyond_128_tokens_tries_what_is_chosen_without_a_record_and_what_is_recorded():
     """W4A16's tiles of as many tokens, or of the next number that there is, which are trimmed."""
-    module, recorded = load("w4a16_gemm"), tune.read(tune.FOLDER / "nvidia-h200.json")["w4a16_gemm"]
+    recorded = tune.read(tune.FOLDER / "nvidia-h200.json")["w4a16_gemm"]
     for point in TUNABLE["w4a16_gemm"]():
         _, tokens, shape = point.key.split()
         if int(tokens[1:]) > 128:
-            chosen = module.cheapest(int(tokens[1:]), *map(int, shape.split("x")))
+            chosen = w4a16_choice.cheapest(int(tokens[1:]), *map(int, shape.split("x")))
             assert chosen in point.space and recorded.get(point.key, chosen) in point.space
 
 

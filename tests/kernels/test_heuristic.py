@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from repro.core.files import ROOT
-from repro.kernels import w4a16_gemm
+from repro.kernels import w4a16_choice, w4a16_estimates, w4a16_gemm, w4a16_plans, w4a16_tiles
 from repro.kernels.launch_config import configurations
 from repro.studies import space
 
@@ -37,17 +37,17 @@ def test_the_heuristic_is_near_the_best_of_its_space_on_layers_it_was_not_fitted
 def test_what_is_recorded_is_all_that_a_layer_without_an_entry_can_get():
     for case in space.cases():
         for tokens in range(case[0] // 2 + 1, case[0] + 1, 31):
-            assert w4a16_gemm.configuration(tokens, *case[1:], 4, space.UNTUNED) in space.tried(case)
+            assert w4a16_choice.configuration(tokens, *case[1:], 4, space.UNTUNED) in space.tried(case)
 
 
 def test_each_candidate_is_of_the_source_whose_name_it_has():
-    sources = {"mma": w4a16_gemm.SOURCE, "wgmma": w4a16_gemm.WGMMA_SOURCE, "multicast": w4a16_gemm.MULTICAST_SOURCE}
+    sources = {"mma": w4a16_plans.SOURCE, "wgmma": w4a16_plans.WGMMA_SOURCE, "multicast": w4a16_plans.MULTICAST_SOURCE}
     names = [space.name_of(config) for config in w4a16_gemm.SPACE]
-    assert len(set(names)) == len(names) == sum(map(len, w4a16_gemm.CANDIDATES.values()))
-    for name, candidates in w4a16_gemm.CANDIDATES.items():
+    assert len(set(names)) == len(names) == sum(map(len, w4a16_tiles.CANDIDATES.values()))
+    for name, candidates in w4a16_tiles.CANDIDATES.items():
         for candidate in candidates:
-            plan = w4a16_gemm.plan_of(candidate.config)
-            assert plan(64, 4096, 4096, space.FORM, candidate.config, (9, 0))[0] == sources[name]
+            source, _ = w4a16_plans.plan_of(candidate.config, 64, 4096, 4096, space.FORM, (9, 0))
+            assert source == sources[name]
             assert candidate.most == 0 or candidate.least <= candidate.most  # recorded alone, or for some tokens
 
 
@@ -61,33 +61,33 @@ def test_recorded_configurations_are_nearly_the_best_by_its_estimate():
     """What the estimate was fitted to: were a constant or the law another, they would not be."""
     losses = []
     for config, m, n, k in places_of(configurations("nvidia-h200")["w4a16_gemm"]):
-        chosen = w4a16_gemm.cheapest(m, n, k), config  # which may be one that is recorded alone
-        best = min(w4a16_gemm.estimate(each, m, n, k, 4, 132) for each in chosen)
-        losses.append(w4a16_gemm.estimate(config, m, n, k, 4, 132) / best)
+        chosen = w4a16_choice.cheapest(m, n, k), config  # which may be one that is recorded alone
+        best = min(w4a16_estimates.estimate(each, m, n, k, 4, 132) for each in chosen)
+        losses.append(w4a16_estimates.estimate(config, m, n, k, 4, 132) / best)
     assert min(losses) >= 1 and geometric_mean(losses) < 1.03
 
 
 def test_wgmma_is_chosen_where_a_device_has_it_and_tokens_are_many():
-    assert "RT" not in w4a16_gemm.cheapest(128, 6144, 4096)
-    assert "RT" in w4a16_gemm.cheapest(16, 6144, 4096)
+    assert "RT" not in w4a16_choice.cheapest(128, 6144, 4096)
+    assert "RT" in w4a16_choice.cheapest(16, 6144, 4096)
     for capability in ((8, 0), (10, 0)):
         for tokens in (32, 128):
-            assert "RT" in w4a16_gemm.cheapest(tokens, 6144, 4096, capability=capability)
-    assert w4a16_gemm.cheapest(16, 512, 8192, capability=(8, 0))["SPLIT"] == 1
-    assert w4a16_gemm.cheapest(16, 512, 8192)["SPLIT"] > 1
+            assert "RT" in w4a16_choice.cheapest(tokens, 6144, 4096, capability=capability)
+    assert w4a16_choice.cheapest(16, 512, 8192, capability=(8, 0))["SPLIT"] == 1
+    assert w4a16_choice.cheapest(16, 512, 8192)["SPLIT"] > 1
 
 
 def test_a_card_with_half_the_sms_gets_other_tiles():
     """One wave of 64 SMs: tiles of twice the rows, or half the splits."""
-    whole, half = (w4a16_gemm.cheapest(64, 4096, 4096, sms=sms) for sms in (132, 66))
+    whole, half = (w4a16_choice.cheapest(64, 4096, 4096, sms=sms) for sms in (132, 66))
     assert whole != half
 
 
 def test_a_shape_without_an_entry_is_estimated_for_the_tiles_that_its_tokens_make(monkeypatch):
-    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
-    monkeypatch.setattr(w4a16_gemm, "cheapest", lambda *arguments: arguments)
-    monkeypatch.setattr(w4a16_gemm, "estimate", lambda *_: 0.0)
-    arguments_of = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[:4] for m in (1, 17, 256, 257, 600)]
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda *_: None)
+    monkeypatch.setattr(w4a16_choice, "cheapest", lambda *arguments: arguments)
+    monkeypatch.setattr(w4a16_choice, "estimate", lambda *_: 0.0)
+    arguments_of = [w4a16_choice.configuration(m, 48, 256, 4, "cpu")[:4] for m in (1, 17, 256, 257, 600)]
     assert [each[0] for each in arguments_of] == [8, 24, 256, 264, 600]
     assert arguments_of[0] == (8, 48, 256, 4)
 
@@ -95,15 +95,15 @@ def test_a_shape_without_an_entry_is_estimated_for_the_tiles_that_its_tokens_mak
 def test_between_recorded_numbers_of_tokens_their_tiles_count(monkeypatch):
     """129 tokens are one tile of 136; 65 are one of 72 by the source whose start is shorter, 128 by the other."""
     recorded = configurations("nvidia-h200")["w4a16_gemm"]
-    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
-    configs = {m: w4a16_gemm.configuration(m, 14336, 4096, 4, "cpu") for m in (64, 65, 128, 129, 192, 193, 256, 600)}
-    assert "PAIR" in configs[129] and w4a16_gemm.trimmed(configs[129], 129) == 136
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded.get(key))
+    configs = {m: w4a16_choice.configuration(m, 14336, 4096, 4, "cpu") for m in (64, 65, 128, 129, 192, 193, 256, 600)}
+    assert "PAIR" in configs[129] and w4a16_plans.trimmed(configs[129], 129) == 136
     assert configs[64] == recorded["w4 m64 14336x4096"] and configs[128] == recorded["w4 m128 14336x4096"]
-    assert "WGS" in configs[65] and w4a16_gemm.trimmed(configs[65], 65) == 72
-    assert [w4a16_gemm.tokens_of(configs[m]) for m in (129, 192, 193, 256)] == [192, 192, 256, 256]
+    assert "WGS" in configs[65] and w4a16_plans.trimmed(configs[65], 65) == 72
+    assert [w4a16_tiles.tokens_of(configs[m]) for m in (129, 192, 193, 256)] == [192, 192, 256, 256]
     assert configs[256] == recorded["w4 m256 14336x4096"]
-    assert w4a16_gemm.configuration(512, 14336, 4096, 4, "cpu") == configs[256]  # two full tiles
-    times = {m: w4a16_gemm.estimate(config, m, 14336, 4096, 4, 132) for m, config in configs.items()}
+    assert w4a16_choice.configuration(512, 14336, 4096, 4, "cpu") == configs[256]  # two full tiles
+    times = {m: w4a16_estimates.estimate(config, m, 14336, 4096, 4, 132) for m, config in configs.items()}
     assert times[129] < 1.15 * times[128] and times[65] < 1.25 * times[64]
 
 
@@ -111,57 +111,57 @@ def test_of_equal_estimates_the_recorded_one_is_taken_where_its_tile_is_full(mon
     """Its stages are as many as fit beside a full tile: 264 tokens, two tiles of 136, leave room for more."""
     other = {"MB": 4, "STAGES": 4, "RING": 2, "SPLIT": 1, "PAIR": 1}  # estimated as any with as many tokens
     recorded = {"w4 m256 14336x4096": other}
-    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
-    monkeypatch.setattr(w4a16_gemm, "estimate", lambda *_: 1.0)
-    assert w4a16_gemm.configuration(512, 14336, 4096, 4, "cpu") == other
-    assert w4a16_gemm.configuration(264, 14336, 4096, 4, "cpu") != other
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded.get(key))
+    monkeypatch.setattr(w4a16_choice, "estimate", lambda *_: 1.0)
+    assert w4a16_choice.configuration(512, 14336, 4096, 4, "cpu") == other
+    assert w4a16_choice.configuration(264, 14336, 4096, 4, "cpu") != other
 
 
 def test_few_tokens_have_tiles_of_their_own(monkeypatch):
     """Recorded for 24, 32 and 80 tokens; of a layer without an entry the estimate's, no wgmma where it would wait."""
     recorded = configurations("nvidia-h200")["w4a16_gemm"]
-    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded.get(key))
     for m, shape, key in ((17, "14336x4096", "m24"), (25, "28672x8192", "m32"), (65, "4096x14336", "m80")):
-        assert w4a16_gemm.configuration(m, *map(int, shape.split("x")), 4, "cpu") == recorded[f"w4 {key} {shape}"]
+        assert w4a16_choice.configuration(m, *map(int, shape.split("x")), 4, "cpu") == recorded[f"w4 {key} {shape}"]
     for m, shape, chosen in ((2, (6144, 4096), (3, 1, 8)), (8, (28672, 4096), (2, 7, 2))):
-        config = w4a16_gemm.configuration(m, *shape, 4, "cpu")  # the fastest of some forty on an H200, without an entry
+        config = w4a16_choice.configuration(m, *shape, 4, "cpu")  # of some forty the fastest on an H200, no entry
         assert (8, *chosen) == tuple(config[name] for name in ("MT", "RT", "WR", "WK"))
     for m, chosen in ((9, (3, 1, 8)), (12, (3, 1, 8)), (13, (1, 3, 4)), (16, (1, 3, 4))):
-        config = w4a16_gemm.configuration(m, 6144, 4096, 4, "cpu")
+        config = w4a16_choice.configuration(m, 6144, 4096, 4, "cpu")
         assert (16, *chosen) == tuple(config[name] for name in ("MT", "RT", "WR", "WK"))
-    assert w4a16_gemm.configuration(17, 6145, 4096, 4, "cpu")["MT"] == 32
+    assert w4a16_choice.configuration(17, 6145, 4096, 4, "cpu")["MT"] == 32
     tiles = {9: 24, 17: 24, 24: 24, 25: 32, 33: 48, 49: 64, 65: 80, 81: 96, 96: 96, 97: 128, 113: 128, 128: 128}
     for m, tile in tiles.items():
-        chosen = w4a16_gemm.configuration(m, 28672, 4096, 4, "cpu")
-        assert w4a16_gemm.is_unrolled(chosen) and (chosen["WGS"], w4a16_gemm.tokens_of(chosen)) == (4, tile), m
-    assert w4a16_gemm.is_unrolled(w4a16_gemm.configuration(49, 6144, 4096, 4, "cpu"))
-    assert "WGS" in w4a16_gemm.configuration(65, 28673, 4096, 4, "cpu")
+        chosen = w4a16_choice.configuration(m, 28672, 4096, 4, "cpu")
+        assert w4a16_plans.is_unrolled(chosen) and (chosen["WGS"], w4a16_tiles.tokens_of(chosen)) == (4, tile), m
+    assert w4a16_plans.is_unrolled(w4a16_choice.configuration(49, 6144, 4096, 4, "cpu"))
+    assert "WGS" in w4a16_choice.configuration(65, 28673, 4096, 4, "cpu")
     for capability in ((8, 0), (10, 0)):
-        assert "RT" in w4a16_gemm.cheapest(32, 28672, 4096, capability=capability)
+        assert "RT" in w4a16_choice.cheapest(32, 28672, 4096, capability=capability)
 
 
 def test_known_columns_count_where_a_weight_ends_with_a_tile():
     """17 to 24 tokens of a layer without an entry; they are estimated as a little faster."""
-    chosen = w4a16_gemm.configuration(17, 6144, 4096, 4, "cpu")
+    chosen = w4a16_choice.configuration(17, 6144, 4096, 4, "cpu")
     assert "RT" in chosen and chosen["KNOWN"] == 1
-    assert w4a16_gemm.known(chosen, 6144, 4096) and not w4a16_gemm.known(chosen, 6145, 4096)
+    assert w4a16_plans.known(chosen, 6144, 4096) and not w4a16_plans.known(chosen, 6145, 4096)
     without = {name: value for name, value in chosen.items() if name != "KNOWN"}
-    times = [w4a16_gemm.estimate(each, 17, 6144, 4096, 4, 132) for each in (chosen, without)]
-    assert times[0] == pytest.approx(w4a16_gemm.KNOWN_SHARE * times[1])
+    times = [w4a16_estimates.estimate(each, 17, 6144, 4096, 4, 132) for each in (chosen, without)]
+    assert times[0] == pytest.approx(w4a16_estimates.KNOWN_SHARE * times[1])
 
 
 def test_a_launch_beside_another_takes_what_is_recorded_for_it(monkeypatch):
     """Else what is recorded for a launch alone; what nothing is recorded for has no unrolled loop."""
     recorded = {"w4a16_gemm_tail": {"w4 m16 8192x8192": {"tail": 1}}, "w4a16_gemm": {}}
     recorded["w4a16_gemm"] = {"w4 m16 8192x8192": {"alone": 16}, "w4 m32 8192x8192": {"alone": 32}}
-    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded[kernel].get(key))
-    configs = [w4a16_gemm.configuration(m, 8192, 8192, 4, "cpu", beside) for m in (9, 25) for beside in (False, True)]
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded[kernel].get(key))
+    configs = [w4a16_choice.configuration(m, 8192, 8192, 4, "cpu", beside) for m in (9, 25) for beside in (False, True)]
     assert configs == [{"alone": 16}, {"tail": 1}, {"alone": 32}, {"alone": 32}]
-    every = {beside: w4a16_gemm.chosen_from(40, 4, (9, 0), beside) for beside in (False, True)}
-    assert any(map(w4a16_gemm.is_unrolled, every[False])) and not any(map(w4a16_gemm.is_unrolled, every[True]))
-    assert every[True] == [config for config in every[False] if not w4a16_gemm.is_unrolled(config)]
-    assert w4a16_gemm.configuration(40, 28672, 4096, 4, "cpu") not in every[True]
-    assert w4a16_gemm.configuration(40, 28672, 4096, 4, "cpu", True) in every[True]
+    every = {beside: w4a16_choice.chosen_from(40, 4, (9, 0), beside) for beside in (False, True)}
+    assert any(map(w4a16_plans.is_unrolled, every[False])) and not any(map(w4a16_plans.is_unrolled, every[True]))
+    assert every[True] == [config for config in every[False] if not w4a16_plans.is_unrolled(config)]
+    assert w4a16_choice.configuration(40, 28672, 4096, 4, "cpu") not in every[True]
+    assert w4a16_choice.configuration(40, 28672, 4096, 4, "cpu", True) in every[True]
 
 
 def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
@@ -169,10 +169,10 @@ def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
     few = {8: set(), 16: {24, 32}, 24: {24, 32}, 32: {32}, 33: {48}, 41: {48, 64}, 49: {64}, 65: {80, 96}}
     many = {97: {128}, 128: {128}, 129: {160, 192}, 161: {192}, 193: {224, 256}, 225: {256}, 256: {256}, 257: set()}
     for m, tiles in (few | many).items():
-        able = list(filter(w4a16_gemm.is_unrolled, w4a16_gemm.chosen_from(m, 4, (9, 0))))
-        assert {w4a16_gemm.tokens_of(config) for config in able} == tiles
+        able = list(filter(w4a16_plans.is_unrolled, w4a16_choice.chosen_from(m, 4, (9, 0))))
+        assert {w4a16_tiles.tokens_of(config) for config in able} == tiles
         assert (m > 16) == any(config.get("WGS") != 4 for config in able) or not able
-        assert not any(map(w4a16_gemm.is_unrolled, w4a16_gemm.chosen_from(m, 8, (9, 0))))
+        assert not any(map(w4a16_plans.is_unrolled, w4a16_choice.chosen_from(m, 8, (9, 0))))
 
 
 def test_tiles_are_chosen_from_for_tokens_that_fill_them():
@@ -180,13 +180,13 @@ def test_tiles_are_chosen_from_for_tokens_that_fill_them():
     tiles_of = {8: {8, 16}, 16: {16}, 17: {16, 24, 32}, 33: {16, 32, 40, 48, 64}, 64: {16, 32, 64}, 600: {16, 32, 64}}
     for m, tiles in tiles_of.items():
         for capability in ((8, 0), (10, 0)):
-            able = w4a16_gemm.chosen_from(m, 4, capability)
+            able = w4a16_choice.chosen_from(m, 4, capability)
             assert {config["MT"] for config in able} == tiles and all("RT" in config for config in able)
     for m, tiles in {65: {64, 80, 96, 112}, 97: {64, 80, 96, 112, 128, 192, 256, 320, 352}}.items():
-        able = [config for config in w4a16_gemm.chosen_from(m, 8, (9, 0)) if "RT" not in config]
-        assert {w4a16_gemm.tokens_of(config) for config in able} == tiles
-    assert not [config for config in w4a16_gemm.chosen_from(80, 2, (9, 0)) if "WGS" in config and "MT" in config]
-    recorded = [each for each in w4a16_gemm.SPACE if each not in w4a16_gemm.chosen_from(16, 4, (9, 0))]
+        able = [config for config in w4a16_choice.chosen_from(m, 8, (9, 0)) if "RT" not in config]
+        assert {w4a16_tiles.tokens_of(config) for config in able} == tiles
+    assert not [config for config in w4a16_choice.chosen_from(80, 2, (9, 0)) if "WGS" in config and "MT" in config]
+    recorded = [each for each in w4a16_gemm.SPACE if each not in w4a16_choice.chosen_from(16, 4, (9, 0))]
     assert {"MT": 16, "RT": 2, "WR": 1, "WK": 8, "KS": 1024, "STAGES": 4, "BLOCKS": 1, "SCALED": 0, "SPLIT": 1} | {
         "KNOWN": 1
     } in recorded
@@ -215,7 +215,7 @@ def recorded(times, *more):
 
 
 def test_what_is_chosen_is_compared_with_the_fastest_of_all_runs():
-    chosen = space.name_of(w4a16_gemm.configuration(*CASE, 4, space.UNTUNED))
+    chosen = space.name_of(w4a16_choice.configuration(*CASE, 4, space.UNTUNED))
     other, third = [space.name_of(config) for config in space.tried(CASE) if space.name_of(config) != chosen][:2]
     content = recorded({chosen: 20.0, other: 16.0})
     assert space.ratios(content) == {space.key(CASE): 1.25}
@@ -271,9 +271,9 @@ def test_what_is_compiled_ahead_is_what_a_launch_loads(monkeypatch, case):
 
 
 def test_tiles_of_256_tokens_are_for_devices_with_wgmma_and_more_than_64_tokens(monkeypatch):
-    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
-    configs = {m: w4a16_gemm.configuration(m, 28672, 4096, 4, "cpu") for m in (16, 64, 129, 256, 600)}
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda *_: None)
+    configs = {m: w4a16_choice.configuration(m, 28672, 4096, 4, "cpu") for m in (16, 64, 129, 256, 600)}
     assert [m for m, config in configs.items() if "PAIR" in config] == [129, 256, 600]
-    monkeypatch.setattr(w4a16_gemm, "processors", lambda device: 132)
+    monkeypatch.setattr(w4a16_choice, "processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "MT" in w4a16_gemm.configuration(256, 28672, 4096, 4, "cuda")
+    assert "MT" in w4a16_choice.configuration(256, 28672, 4096, 4, "cuda")

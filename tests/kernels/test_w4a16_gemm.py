@@ -9,7 +9,18 @@ import nvcc
 import pytest
 import torch
 
-from repro.kernels import dequantize, nvrtc, packing, w4a16_gemm, w4a16_tiles, w8a8_gemv, wna16_gemv
+from repro.kernels import (
+    dequantize,
+    nvrtc,
+    packing,
+    w4a16_choice,
+    w4a16_estimates,
+    w4a16_gemm,
+    w4a16_plans,
+    w4a16_tiles,
+    w8a8_gemv,
+    wna16_gemv,
+)
 from repro.kernels.launch_config import configurations
 
 
@@ -97,8 +108,8 @@ def test_source_with_known_columns_on_the_cpu(case, monkeypatch):
     assert torch.equal(y, w4a16_gemm.launch(x, packed, config))
     assert loaded == [columns, None]
     for ragged in ((rows - 1, columns), (rows, columns - columns // 4)):
-        _, constants, *_ = w4a16_gemm.plan_mma(m, *ragged, (bits, 0, symmetric), config | {"KNOWN": 1}, (9, 0))
-        assert ("COLUMNS" in constants) == (ragged[1] % constants["KS"] == 0 and ragged[0] == rows)
+        _, plan = w4a16_plans.plan_of(config | {"KNOWN": 1}, m, *ragged, (bits, 0, symmetric), (9, 0))
+        assert ("COLUMNS" in plan.macros) == (ragged[1] % plan.macros["KS"] == 0 and ragged[0] == rows)
 
 
 WGMMA_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; WGS MB KS STAGES RING SPLIT
@@ -287,11 +298,11 @@ def test_columns_are_a_constant_where_stages_and_groups_divide_them():
         (multicast, 130, 640, 128, True), (multicast, 128, 640 + 64, 64, False),
     )  # fmt: skip
     for config, rows, columns, group, want in cases:
-        assert w4a16_gemm.known(config, rows, columns, group) is want
-        _, constants, *_ = w4a16_gemm.plan_of(config)(32, rows, columns, (4, group, False), config, (9, 0))
-        assert ("COLUMNS" in constants) is want
+        assert w4a16_plans.known(config, rows, columns, group) is want
+        _, plan = w4a16_plans.plan_of(config, 32, rows, columns, (4, group, False), (9, 0))
+        assert ("COLUMNS" in plan.macros) is want
         without = {name: value for name, value in config.items() if name != "KNOWN"}
-        assert not w4a16_gemm.known(without, rows, columns, group)
+        assert not w4a16_plans.known(without, rows, columns, group)
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -406,91 +417,107 @@ def test_misuse():
 
 def test_recorded_number_of_tokens(monkeypatch):
     """The configuration of the next recorded number of tokens, where as many make the same tiles."""
-    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: {"key": key})
-    configs = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 25, 33, 49, 57, 81, 97, 128, 250)}
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: {"key": key})
+    configs = {m: w4a16_choice.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 25, 33, 49, 57, 81, 97, 128, 250)}
     wanted = (8, 16, 32, 40, 56, 64, 96, 112, 128, 256)
     assert [config["key"] for config in configs.values()] == [f"w4 m{t} 8x64" for t in wanted]
 
 
 def test_a_number_of_tokens_that_is_not_recorded_is_served_by_the_next_up_to_64(monkeypatch):
     """1 to 8 tokens by 8, 12 or 16, 9 to 12 by 12 or 16, 33 to 64 by 40, 48, 56 or 64; 65 by 80 alone, or estimate."""
-    assert [w4a16_gemm.serving(m) for m in (1, 9, 33, 41, 64, 65, 81, 113, 128, 129, 200, 256, 300)] == [
+    assert [w4a16_choice.serving(m) for m in (1, 9, 33, 41, 64, 65, 81, 113, 128, 129, 200, 256, 300)] == [
         [8, 12, 16], [12, 16], [40, 48, 56, 64], [48, 56, 64], [64], [80], [96], [128], [128], [160], [224], [256], [],
     ]  # fmt: skip
     recorded = {f"w4 m{t} 4096x4096": {"key": t} for t in (16, 48, 64)}
-    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded.get(key))
-    assert [w4a16_gemm.configuration(m, 4096, 4096, 4, "cpu") for m in (5, 33, 48, 49)] == [
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded.get(key))
+    assert [w4a16_choice.configuration(m, 4096, 4096, 4, "cpu") for m in (5, 33, 48, 49)] == [
         {"key": 16}, {"key": 48}, {"key": 48}, {"key": 64},
     ]  # fmt: skip
-    assert w4a16_gemm.configuration(65, 4096, 4096, 4, "cpu") in w4a16_gemm.SPACE
+    assert w4a16_choice.configuration(65, 4096, 4096, 4, "cpu") in w4a16_gemm.SPACE
 
 
 def test_tiles_have_no_more_tokens_than_there_are():
     """Each as many, a multiple of 8, or of 16 where two copies bring it; 16 at least."""
     tile = dict(zip(w4a16_tiles.MMA, (64, 1, 4, 1, 128, 4, 2, 0, 1)))
-    assert [w4a16_gemm.trimmed(tile, m) for m in (1, 16, 17, 40, 41, 64, 65, 129)] == [16, 16, 24, 40, 48, 64, 40, 48]
+    assert [w4a16_plans.trimmed(tile, m) for m in (1, 16, 17, 40, 41, 64, 65, 129)] == [16, 16, 24, 40, 48, 64, 40, 48]
     tile = {"WGS": 1, "MB": 2}
-    assert [w4a16_gemm.trimmed(tile, m) for m in (1, 33, 65, 113, 128, 129, 300)] == [16, 40, 72, 120, 128, 72, 104]
+    assert [w4a16_plans.trimmed(tile, m) for m in (1, 33, 65, 113, 128, 129, 300)] == [16, 40, 72, 120, 128, 72, 104]
     for pair, want in ((1, [72, 136, 256, 272, 320, 168]), (2, [80, 144, 256, 272, 320, 176])):
         tile = {"MB": 5, "PAIR": pair}
-        assert [w4a16_gemm.trimmed(tile, m) for m in (65, 129, 256, 257, 320, 321)] == want
-        assert [w4a16_gemm.box_rows({"MT": mt, "PAIR": pair}) for mt in (256, 272)] == [256 // pair, 136]
+        assert [w4a16_plans.trimmed(tile, m) for m in (65, 129, 256, 257, 320, 321)] == want
+        assert [w4a16_plans.box_rows({"MT": mt, "PAIR": pair}) for mt in (256, 272)] == [256 // pair, 136]
     for config in w4a16_gemm.SPACE[::7]:
-        tokens = w4a16_gemm.tokens_of(config)
-        whole = w4a16_gemm.estimate(config, -(-129 // tokens) * tokens, 4096, 4096, 4, 132)
-        assert w4a16_gemm.estimate(config, 129, 4096, 4096, 4, 132) <= whole
+        tokens = w4a16_tiles.tokens_of(config)
+        whole = w4a16_estimates.estimate(config, -(-129 // tokens) * tokens, 4096, 4096, 4, 132)
+        assert w4a16_estimates.estimate(config, 129, 4096, 4096, 4, 132) <= whole
+
+
+def test_thread_blocks_of_a_launch():
+    """Tiles of tokens and rows in clusters that share columns, and with PAIR tokens; a stage each at least."""
+    mma = dict(zip(w4a16_tiles.MMA, (64, 1, 4, 1, 128, 4, 2, 0, 4)))
+    wgmma = dict(zip(w4a16_tiles.WGMMA, (3, 64, 128, 3, 3, 4)))
+    pair = {"WGS": 4, "MT": 128, "STAGES": 4, "RING": 3, "SPLIT": 2, "PAIR": 2}
+    for config, want in (
+        (mma, w4a16_plans.Grid(40, 3, 3, 2 * 5)),  # 80 tokens, 300 rows in tiles of 64, 384 columns in three stages
+        (wgmma, w4a16_plans.Grid(40, 3, 3, 2 * 2)),
+        (pair, w4a16_plans.Grid(80, 2, 4, 1)),  # 512 rows a pair, each with 256
+        ({name: pair[name] for name in pair if name != "WGS"}, w4a16_plans.Grid(80, 2, 4, 2)),
+    ):
+        grid = w4a16_plans.grid_of(config, 80, 300, 384)
+        assert grid == want and grid.blocks == want.clusters * want.together
+        assert w4a16_plans.plan_of(config, 80, 300, 384, (4, 128, False), (9, 0))[1].grid == grid.blocks
 
 
 def test_shared_memory_of_sums():
     """Behind three stages a sum of each unit from either block; 48 units of four warps are more than two stages."""
     config = dict(zip(w4a16_tiles.MMA, (16, 4, 1, 8, 1024, 3, 1, 0, 2)))
     stages = 3 * 8 * (16 * 128 * 2 + 4 * (128 * 16 // 2 + 16 * 4))
-    assert w4a16_gemm.shared_bytes(config, 4, 128, False) == stages + 2 * 4 * 512 + 8
+    assert w4a16_plans.shared_bytes(config, 4, 128, False) == stages + 2 * 4 * 512 + 8
     many = dict(zip(w4a16_tiles.MMA, (64, 3, 2, 4, 256, 2, 1, 1, 2)))
-    assert w4a16_gemm.shared_bytes(many, 4, 128, False) == 4 * 48 * 512 + 2 * 24 * 512 + 8
-    assert w4a16_gemm.shared_bytes(many | {"SPLIT": 1}, 4, 128, False) == 4 * 48 * 512
+    assert w4a16_plans.shared_bytes(many, 4, 128, False) == 4 * 48 * 512 + 2 * 24 * 512 + 8
+    assert w4a16_plans.shared_bytes(many | {"SPLIT": 1}, 4, 128, False) == 4 * 48 * 512
 
 
 def test_where_nothing_else_fits_fewer_warps_share_columns():
     """8 bits of seven row tiles a warp: eight tokens and half the warps, as many columns each."""
     config = dict(zip(w4a16_tiles.MMA, (16, 7, 1, 8, 1024, 2, 1, 0, 1)))
-    fitted = w4a16_gemm.fitted(config, 8, 128, False)
+    fitted = w4a16_plans.fitted(config, 8, 128, False)
     assert fitted == config | {"MT": 8, "WK": 4, "KS": 512}
-    assert w4a16_gemm.fitted(config, 4, 32, False) == config
+    assert w4a16_plans.fitted(config, 4, 32, False) == config
 
 
 @pytest.mark.parametrize("m, n, k", [(1, 512, 2048), (16, 4096, 4096), (64, 28672, 8192), (2048, 127, 96)])
 def test_every_configuration_divides(m, n, k):
     recorded = configurations("nvidia-h200").get("w4a16_gemm", {}).values()
-    for config in [w4a16_gemm.cheapest(m, n, k), *w4a16_gemm.SPACE, *recorded]:
+    for config in [w4a16_choice.cheapest(m, n, k), *w4a16_gemm.SPACE, *recorded]:
         if "PAIR" in config:
-            assert w4a16_gemm.box_rows(config | {"MT": w4a16_gemm.tokens_of(config)}) <= w4a16_gemm.MOST_BOX
-            most = {"MT"} if config.get("MT") == w4a16_gemm.MOST_TOKENS else {"MB"}
+            assert w4a16_plans.box_rows(config | {"MT": w4a16_tiles.tokens_of(config)}) <= w4a16_plans.MOST_BOX
+            most = {"MT"} if config.get("MT") == w4a16_tiles.MOST_TOKENS else {"MB"}
             if "WGS" in config:
                 most = {"MT", "WGS"}
             assert set(config) - {"KNOWN", "PRODUCER"} == {"STAGES", "RING", "SPLIT", "PAIR"} | most
             assert config["SPLIT"] * config["PAIR"] <= 8
             for bits in packing.BITS:
-                plan = w4a16_gemm.plan_multicast(m, n, k, (bits, 32, False), config, (9, 0))
-                assert plan[1]["MT"] % (8 * config["PAIR"]) == 0 and plan[4] <= 232448
+                _, plan = w4a16_plans.plan_of(config, m, n, k, (bits, 32, False), (9, 0))
+                assert plan.macros["MT"] % (8 * config["PAIR"]) == 0 and plan.shared <= 232448
             continue
         if "WGS" in config:
             names = w4a16_tiles.WGMMA_OF_64S if "MB" in config else w4a16_tiles.WGMMA
             assert set(config) - {"KNOWN", "SCALED"} == set(names)
-            assert w4a16_gemm.wgmma_fitted(config, 4, 128, False) == config and 1 <= config["SPLIT"] <= 8
+            assert w4a16_plans.wgmma_fitted(config, 4, 128, False) == config and 1 <= config["SPLIT"] <= 8
             for bits in packing.BITS:
-                fitted = w4a16_gemm.wgmma_fitted(config, bits, 32, False)
+                fitted = w4a16_plans.wgmma_fitted(config, bits, 32, False)
                 assert fitted["KS"] % packing.block_columns(bits) == 0 and min(fitted["STAGES"], fitted["RING"]) > 1
-                assert w4a16_gemm.wgmma_shared_bytes(fitted, w4a16_gemm.tokens_of(fitted), bits, 32, False) <= 232448
+                assert w4a16_plans.wgmma_shared_bytes(fitted, w4a16_tiles.tokens_of(fitted), bits, 32, False) <= 232448
             continue
         assert set(config) - {"KNOWN"} == set(w4a16_tiles.MMA)
         for bits in packing.BITS:
-            fitted = w4a16_gemm.fitted(config, bits, 32, False)
+            fitted = w4a16_plans.fitted(config, bits, 32, False)
             columns = fitted["KS"] // fitted["WK"]
             assert columns % packing.block_columns(bits) == 0 and columns % 64 == 0
             assert columns in (64, 128) or columns % 128 == 0  # of one group, or whole groups
             assert 32 * fitted["WR"] % (columns // 8) == 0  # the warps that share a stage copy whole rows of it
-            assert w4a16_gemm.shared_bytes(fitted, bits, 32, False) <= 232448 and 1 <= config["SPLIT"] <= 8
+            assert w4a16_plans.shared_bytes(fitted, bits, 32, False) <= 232448 and 1 <= config["SPLIT"] <= 8
 
 
 @nvcc.NEEDS_NVCC
@@ -500,11 +527,11 @@ def test_every_configuration_divides(m, n, k):
 @pytest.mark.parametrize("bits, group, symmetric, bf16", [(4, 128, 0, 0), (4, 0, 1, 1), (2, 64, 0, 1), (8, 32, 1, 0)])
 def test_the_source_compiles(arch, bits, group, symmetric, bf16):
     """Ahead of time for three architectures, both kernels of the source, without spilling; products do not wait."""
-    chosen = [w4a16_gemm.cheapest(m, 4096, 4096, capability=(8, 0)) for m in (16, 64)]
+    chosen = [w4a16_choice.cheapest(m, 4096, 4096, capability=(8, 0)) for m in (16, 64)]
     tiles = [tile | {"SPLIT": 1 if arch == "sm_80" else 2} for tile in chosen]
-    for constants in ({}, *(w4a16_gemm.fitted(tile, bits, group, bool(symmetric)) for tile in tiles)):
+    for constants in ({}, *(w4a16_plans.fitted(tile, bits, group, bool(symmetric)) for tile in tiles)):
         macros = {"BITS": bits, "GROUP": group, "SYMMETRIC": symmetric, "BF16": bf16, **constants}
-        report = nvcc.ptxas_report(w4a16_gemm.SOURCE, macros, arch)
+        report = nvcc.ptxas_report(w4a16_plans.SOURCE, macros, arch)
         assert "0 bytes spill stores" in report and "serialized" not in report
 
 
@@ -518,10 +545,10 @@ COMPILED = [*w4a16_tiles.ANY_WGMMA_TILES[:13:2], w4a16_tiles.ANY_WGMMA_TILES[-1]
 def test_the_source_with_wgmma_compiles(tile, group, symmetric, bf16):
     """For the one architecture that has the instruction, without spilling; products do not wait."""
     config, tokens = dict(zip(w4a16_tiles.WGMMA_OF_64S, (*tile, 2))), 64 * tile[1] - 40
-    _, constants, *_ = w4a16_gemm.plan_wgmma(tokens, 4096, 4096, (4, group, bool(symmetric)), config, (9, 0))
-    assert constants["MT"] == tokens
-    macros = {"BITS": 4, "GROUP": group, "SYMMETRIC": symmetric, "BF16": bf16, **constants}
-    report = nvcc.ptxas_report(w4a16_gemm.WGMMA_SOURCE, macros)
+    source, plan = w4a16_plans.plan_of(config, tokens, 4096, 4096, (4, group, bool(symmetric)), (9, 0))
+    assert source == w4a16_plans.WGMMA_SOURCE and plan.macros["MT"] == tokens
+    macros = {"BITS": 4, "GROUP": group, "SYMMETRIC": symmetric, "BF16": bf16, **plan.macros}
+    report = nvcc.ptxas_report(source, macros)
     assert "serialized" not in report
     if (tile[0], group) != (4, 32):  # five warpgroups leave 96 registers each, four scales of a stage take a few more
         assert "0 bytes spill stores" in report
@@ -535,10 +562,9 @@ def test_the_source_with_wgmma_compiles(tile, group, symmetric, bf16):
 ])  # fmt: skip
 def test_the_largest_tiles_compile(config, tokens):
     """What holds the most sums in its registers does not spill, and no product waits for another."""
-    plan = w4a16_gemm.plan_multicast if "PAIR" in config else w4a16_gemm.plan_wgmma
-    source, constants, *_ = plan(tokens, 4096, 4096, (4, 128, False), config, (9, 0))
-    assert constants["MT"] == tokens
-    report = nvcc.ptxas_report(source, {**FORM, "HEAD": 1, **constants})
+    source, plan = w4a16_plans.plan_of(config, tokens, 4096, 4096, (4, 128, False), (9, 0))
+    assert plan.macros["MT"] == tokens
+    report = nvcc.ptxas_report(source, {**FORM, "HEAD": 1, **plan.macros})
     assert "0 bytes spill stores" in report and "serialized" not in report
 
 
@@ -562,26 +588,23 @@ KNOWN_WGMMA = {"KNOWN": 1, "SCALED": 0}
 ))  # fmt: skip
 def test_the_unrolled_loop_compiles(config, tokens, columns):
     """No spills, and no product waits for another."""
-    source, constants, *_ = w4a16_gemm.plan_of(config)(tokens, 14336, columns, (4, 128, False), config, (9, 0))
-    assert constants["MT"] == tokens and constants["COLUMNS"] == columns
-    report = nvcc.ptxas_report(source, {**FORM, **constants})
+    source, plan = w4a16_plans.plan_of(config, tokens, 14336, columns, (4, 128, False), (9, 0))
+    assert plan.macros["MT"] == tokens and plan.macros["COLUMNS"] == columns
+    report = nvcc.ptxas_report(source, {**FORM, **plan.macros})
     assert "0 bytes spill stores" in report and "serialized" not in report
 
 
 @nvcc.NEEDS_NVCC
 @pytest.mark.parametrize("config, m", [
-    (w4a16_gemm.cheapest(16, 4096, 4096), 16), (dict(zip(w4a16_tiles.WGMMA, (4, 96, 64, 5, 6, 2))), 40),
+    (w4a16_choice.cheapest(16, 4096, 4096), 16), (dict(zip(w4a16_tiles.WGMMA, (4, 96, 64, 5, 6, 2))), 40),
     (dict(zip(w4a16_tiles.MULTICAST_OF_64S, (2, 6, 4, 1))) | {"PAIR": 1}, 100),
 ], ids=("mma", "wgmma", "multicast"))  # fmt: skip
 def test_two_launches_say_when_the_second_begins_and_ends(config, m):
     """The first lets the second begin, which waits for the first to end; a launch alone does neither."""
-    plan = {"PAIR": w4a16_gemm.plan_multicast, "WGS": w4a16_gemm.plan_wgmma, "RT": w4a16_gemm.plan_mma}
-    source, constants, *_ = next(plan[name] for name in plan if name in config)(
-        m, 4096, 4096, (4, 128, False), config, (9, 0)
-    )
+    source, plan = w4a16_plans.plan_of(config, m, 4096, 4096, (4, 128, False), (9, 0))
     controls = {}
     for part in ("alone", "HEAD", "TAIL"):
-        macros = {**FORM, **constants} if part == "alone" else {**FORM, **constants, part: 1}
+        macros = {**FORM, **plan.macros} if part == "alone" else {**FORM, **plan.macros, part: 1}
         controls[part] = re.findall(r"griddepcontrol\.(\w+)", nvcc.ptx(source, macros))
     waits = [] if "PAIR" in config else ["wait"]  # never the second launch
     assert controls == {"alone": [], "HEAD": ["launch_dependents"], "TAIL": waits}
@@ -592,12 +615,12 @@ def test_two_launches_say_when_the_second_begins_and_ends(config, m):
     ({"WGS": 4, "MT": 32, "KS": 128, "STAGES": 5, "RING": 5, "SPLIT": 2}, 32, 4),
     ({"WGS": 4, "MT": 32, "KS": 128, "STAGES": 6, "RING": 4, "SPLIT": 2} | KNOWN_WGMMA, 24, 8),
     ({"WGS": 4, "MT": 48, "KS": 128, "STAGES": 4, "RING": 4, "SPLIT": 2} | KNOWN_WGMMA, 40, 4),
-    (w4a16_gemm.cheapest(16, 4096, 4096), 16, 4),
+    (w4a16_choice.cheapest(16, 4096, 4096), 16, 4),
 ], ids=("arguments", "turns too long", "turns", "mma"))  # fmt: skip
 def test_no_copy_has_a_shared_address_that_no_device_takes(config, tokens, bits):
     """ptxas 13.0 writes a register and a uniform one beside a cache policy, an illegal instruction when it runs."""
-    source, constants, *_ = w4a16_gemm.plan_of(config)(tokens, 4096, 4096, (bits, 128, False), config, (9, 0))
-    code = nvcc.sass(source, {"BITS": bits, "GROUP": 128, "SYMMETRIC": 0, "BF16": 1} | constants)
+    source, plan = w4a16_plans.plan_of(config, tokens, 4096, 4096, (bits, 128, False), (9, 0))
+    code = nvcc.sass(source, {"BITS": bits, "GROUP": 128, "SYMMETRIC": 0, "BF16": 1} | plan.macros)
     copies = re.findall(r"LDGSTS\S* \[([^]]*)\]", code)
     assert copies and not [address for address in copies if "+UR" in address]
 
@@ -611,7 +634,7 @@ def test_a_configuration_for_wgmma_serves_one_capability(monkeypatch):
 
 
 def test_headers_take_no_name_that_a_kernel_is_given():
-    headers = [header.read_text() for header in w4a16_gemm.SOURCE.parent.glob("*.cuh")]
+    headers = [header.read_text() for header in w4a16_plans.SOURCE.parent.glob("*.cuh")]
     taken = set(chain.from_iterable(re.findall(r"#\s*(?:define|undef)\s+(\w+)", header) for header in headers))
     assert len(headers) == 10
     given = {
