@@ -77,6 +77,17 @@ def test_wgmma_is_chosen_where_a_device_has_it_and_tokens_are_many():
     assert w4a16_choice.cheapest(16, 512, 8192)["SPLIT"] > 1
 
 
+def test_few_tokens_do_not_hide_the_waits_of_wgmma():
+    """Few of a tile up to 32, of all beyond; an unrolled loop waits less."""
+    sums, weights = {"SCALED": 0}, {}
+    cases = (
+        (weights, 65, 24, False, 1.19), (weights, 48, 48, False, 1.11), (weights, 65, 40, False, 1.0),
+        (sums, 48, 24, True, 1.04), (sums, 65, 40, True, 0.96), (weights, 40, 40, True, 1.06),
+    )  # fmt: skip
+    for config, m, tokens, unrolled, want in cases:
+        assert w4a16_estimates.wgmma_wait(config, m, tokens, unrolled) == want
+
+
 def test_a_card_with_half_the_sms_gets_other_tiles():
     """One wave of 64 SMs: tiles of twice the rows, or half the splits."""
     whole, half = (w4a16_choice.cheapest(64, 4096, 4096, sms=sms) for sms in (132, 66))

@@ -465,7 +465,8 @@ def test_thread_blocks_of_a_launch():
     ):
         grid = w4a16_plans.grid_of(config, 80, 300, 384)
         assert grid == want and grid.blocks == want.clusters * want.together
-        assert w4a16_plans.plan_of(config, 80, 300, 384, (4, 128, False), (9, 0))[1].grid == grid.blocks
+        _, plan = w4a16_plans.plan_of(config, 80, 300, 384, (4, 128, False), (9, 0))
+        assert (plan.grid, plan.macros["SPLIT"], plan.macros["MT"]) == (grid.blocks, grid.split, grid.tokens)
 
 
 def test_shared_memory_of_sums():
