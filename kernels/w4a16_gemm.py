@@ -67,6 +67,8 @@ CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones)
     {"M": 19, "N": 129, "K": 1001, "bits": 4, "group": 0, "symmetric": False, "dtype": "float16", "seed": 5},
     {"M": 65, "N": 300, "K": 1536, "bits": 2, "group": 64, "symmetric": False, "dtype": "float16", "seed": 6},
     {"M": 17, "N": 300, "K": 1032, "bits": 8, "group": 0, "symmetric": True, "dtype": "bfloat16", "seed": 7},
+    {"M": 300, "N": 384, "K": 1024, "bits": 4, "group": 128, "symmetric": False, "dtype": "bfloat16", "seed": 8},
+    {"M": 24, "N": 256, "K": 1536, "bits": 4, "group": 64, "symmetric": True, "dtype": "float16", "seed": 9},
 ]
 
 

@@ -1,14 +1,18 @@
 """`.ci/sanitize` with a compute-sanitizer that says what it is told: what went wrong is there, with its reason."""
 
 import csv
+import math
 import os
 import re
 import subprocess
 import sys
+import time
 from itertools import product
+from pathlib import Path
 
 import every_kernel
 import pytest
+import torch
 
 from repro.core.files import ROOT
 
@@ -113,6 +117,121 @@ def test_no_kernel_is_left_out():
         assert source.stem in CHECKED or f'"{source.name}"' in texts, source.name
 
 
+def test_configurations_are_of_every_kind_and_as_many_of_each():
+    """Four of tile a and four of b where K is split: of three cases from the first to the last, of each case others."""
+    space = [{"a": size, "SPLIT": 1} for size in range(30)] + [{"b": size, "SPLIT": 2} for size in range(3)]
+    space += [{"a": 7, "SPLIT": 2}, {"a": 1, "SPLIT": 1, "WGS": 3}]
+    of_cases = [every_kernel.chosen(space, number, 3) for number in range(3)]
+    whole_tiles = [[config["a"] for config in configs if config in space[:30]] for configs in of_cases]
+    assert whole_tiles == [[0, 7, 15, 23], [2, 10, 18, 26], [5, 13, 21, 29]]
+    for configs in of_cases:
+        assert len(configs) == 9 and all(config in configs for config in space[30:])
+    assert every_kernel.chosen(space[:30], 0, 1) == [space[29 * i // 15] for i in range(16)]
+    assert every_kernel.chosen(space[:1], 0, 1) == space[:1]
+    many = [{"WGS": size, "PRODUCER": size} for size in range(40)]
+    assert every_kernel.chosen(many, 1, 3) == many
+
+
+def planned(config, case):
+    """Source and constants of `w4a16_gemm` with a configuration on a case."""
+    from repro.kernels import w4a16_gemm
+
+    form = case["bits"], case["group"], case["symmetric"]
+    plan = w4a16_gemm.plan_of(config)(case["M"], case["N"], case["K"], form, config, (9, 0))
+    return plan[0].stem, plan[1]
+
+
+CODE = ("WGS", "PAIR", "PRODUCER", "SCALED")  # constants of a source that decide what a thread block does
+
+
+def code_paths(configs, case):
+    """What thread blocks do with some configurations: sources with their constants, split or not, unrolled or not."""
+    paths = set()
+    for config in configs:
+        source, constants = planned(config, case)
+        values = tuple(constants.get(name) for name in CODE)
+        paths.add((source, *values, constants["SPLIT"] > 1, "COLUMNS" in constants))
+    return paths
+
+
+def test_thread_blocks_of_every_kind_of_w4a16_gemm_run():
+    from repro.kernels import w4a16_gemm
+
+    cases = every_kernel.small_cases(w4a16_gemm)
+    run, possible = set(), set()
+    for number, case in enumerate(cases):
+        configs = every_kernel.chosen(w4a16_gemm.SPACE, number, len(cases))
+        assert len(configs) < 60
+        run |= code_paths(configs, case)
+        possible |= code_paths(w4a16_gemm.SPACE, case)
+    assert run == possible and len(run) > 40
+
+
+def test_unrolled_loops_of_w4a16_gemm_run_with_full_tiles_and_ragged_ones():
+    """Of each source with known columns; three and four warpgroups, with and without a producer, K split or not."""
+    from repro.kernels import w4a16_gemm
+
+    cases = every_kernel.small_cases(w4a16_gemm)
+    full, ragged = set(), set()
+    for number, case in enumerate(cases):
+        for config in every_kernel.chosen(w4a16_gemm.SPACE, number, len(cases)):
+            source, constants = planned(config, case)
+            if "COLUMNS" not in constants:
+                continue
+            groups = constants.get("WGS")
+            if groups is None:
+                full.add((source, None, None, constants["SPLIT"] > 1))
+                continue
+            # By turns.cuh a loop is unrolled over so many stages, 8 at most, before its rings begin anew.
+            x_stages = constants["STAGES"] // 2 if source == "w4a16_multicast" else constants["STAGES"]
+            assert math.lcm(x_stages, constants["RING"]) <= 8, config
+            of_rows = full if case["N"] % (64 * groups) == 0 else ragged
+            of_rows.add((source, groups, constants.get("PRODUCER"), constants["SPLIT"] > 1))
+    assert full >= {
+        ("w4a16_gemm", None, None, split) for split in (False, True)
+    } | {
+        ("w4a16_wgmma", groups, None, split) for groups in (1, 2, 3, 4) for split in (False, True)
+    } | {
+        ("w4a16_multicast", groups, 1, split) for groups in (2, 3, 4) for split in (False, True)
+    } | {
+        ("w4a16_multicast", 3, 0, False), ("w4a16_multicast", 3, 0, True), ("w4a16_multicast", 4, 0, False)
+    }  # fmt: skip
+    assert {path[:3] for path in ragged} >= {
+        ("w4a16_wgmma", 3, None), ("w4a16_wgmma", 4, None), ("w4a16_multicast", 3, 0), ("w4a16_multicast", 4, 0),
+    }  # fmt: skip
+
+
+def test_parts_are_the_cases_of_a_kernel(monkeypatch, capsys):
+    """Each of three parts runs other cases, one with none is no failure; of one part nothing is."""
+    from types import SimpleNamespace
+
+    from repro.kernels import w4a16_gemm
+
+    ran = []
+
+    def launch(x, packed, config):
+        ran.append(int(x))
+        return x.float()
+
+    module = SimpleNamespace(
+        CASES=[{"N": 1, "number": number} for number in range(2)],
+        SPACE=w4a16_gemm.SPACE[:1],
+        make_inputs=lambda case, device: (torch.tensor(1 + case["number"]), None),
+        reference=lambda x, packed: x.float(),
+        launch=launch,
+    )
+    monkeypatch.setattr(every_kernel.kernel_list, "load", lambda name: module)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for part, want in ((0, [1]), (1, [2]), (2, [])):
+        ran.clear()
+        assert every_kernel.main(["--part", f"{part}/3", "fake"]) == 0
+        assert ran == want and f"fake: {len(want)} runs" in capsys.readouterr().out
+    ran.clear()
+    assert every_kernel.main(["fake"]) == 0 and ran == [1, 2]
+    module.CASES = []
+    assert every_kernel.main(["fake"]) == 1
+
+
 @pytest.mark.parametrize(
     "script, runs, errors, reason",
     [
@@ -135,6 +254,31 @@ def test_what_is_not(sanitize, script, runs, errors, reason):
         assert "at line 14" in done.stderr and "at line 15" not in done.stderr
 
 
+IN_PARTS = """case "$*" in
+*"--part 0/3"*) echo "$kernel: 2 runs, worst error 1.0e-04"; echo "========= ERROR SUMMARY: 0 errors" ;;
+*"--part 1/3"*) {second} ;;
+*"--part 2/3"*) echo "$kernel: 0 runs, worst error 0.0e+00"; echo "========= ERROR SUMMARY: 0 errors" ;;
+esac"""
+
+
+@pytest.mark.parametrize(
+    "second, runs, errors, reason",
+    [
+        ('echo "$kernel: 5 runs, worst error 1.0e-04"; echo "========= ERROR SUMMARY: 0 errors"', "7", "0", ""),
+        (BARRIER, "2", "320", "exit status 1: Barrier error detected. Divergent thread(s) in block; of 4"),
+        ('echo "what it said last"; kill -9 $$', "2", "unknown", "exit status 137: what it said last"),
+    ],
+    ids=["clean", "barrier", "killed"],
+)
+def test_a_check_in_parts_is_one_line(sanitize, second, runs, errors, reason):
+    """Runs and errors of all parts, the reason of the one that has one."""
+    cases = {"memcheck-dequantize": IN_PARTS.format(second=second)}
+    done, lines = sanitize(cases, "dequantize", TOOLS="memcheck", PARTS="3")
+    line = lines["memcheck", "dequantize"]
+    assert (line["runs"], line["errors"], line["reason"]) == (runs, errors, reason)
+    assert done.returncode == int(reason != "")
+
+
 def test_an_unknown_kernel_is_a_sentence(sanitize):
     done, lines = sanitize({}, "dequantise")
     assert done.returncode == 2 and "unknown kernel 'dequantise'; there is read_floor" in done.stderr and not lines
@@ -150,6 +294,24 @@ def test_a_run_that_is_stopped_leaves_the_lines_that_it_has(sanitize, tmp_path):
     last = lines.pop(("synccheck", "dequantize"))
     assert (last["runs"], last["reason"]) == ("0", "not checked")
     assert len(lines) == 5 and all((line["runs"], line["reason"]) == ("3", "") for line in lines.values())
+
+
+def test_no_process_of_a_check_outlives_it(sanitize, tmp_path):
+    """Two parts of each of two checks sleep when it is stopped."""
+    asleep = f"echo $$ >> {tmp_path}/asleep; exec sleep 60"
+    stop = (
+        f'while [ "$(wc -l < {tmp_path}/asleep)" -lt 4 ]; do sleep 0.1; done; kill -TERM "$(<{tmp_path}/pid)"; sleep 2'
+    )
+    cases = {"memcheck-dequantize": asleep, "racecheck-dequantize": asleep, "synccheck-dequantize": stop}
+    (tmp_path / "asleep").touch()
+    done, lines = sanitize(cases, "dequantize", facts=f"{SAID}; echo $PPID > {tmp_path}/pid", PARTS="2")
+    assert done.returncode == 143 and {line["reason"] for line in lines.values()} == {"not checked"}
+    processes = (tmp_path / "asleep").read_text().split()
+    assert len(processes) == 4
+    deadline = time.monotonic() + 5
+    while running := [process for process in processes if Path("/proc", process).exists()]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.05)
 
 
 def test_checks_that_run_when_it_is_stopped_write_no_more(sanitize, tmp_path):
