@@ -456,12 +456,12 @@ def test_thread_blocks_of_a_launch():
     """Tiles of tokens and rows in clusters that share columns, and with PAIR tokens; a stage each at least."""
     mma = dict(zip(w4a16_tiles.MMA, (64, 1, 4, 1, 128, 4, 2, 0, 4)))
     wgmma = dict(zip(w4a16_tiles.WGMMA, (3, 64, 128, 3, 3, 4)))
-    pair = {"WGS": 4, "MT": 128, "STAGES": 4, "RING": 3, "SPLIT": 2, "PAIR": 2}
+    pair = {"WGS": 4, "MT": 128, "STAGES": 4, "RING": 3, "SPLIT": 4, "PAIR": 2}
     for config, want in (
         (mma, w4a16_plans.Grid(40, 3, 3, 2 * 5)),  # 80 tokens, 300 rows in tiles of 64, 384 columns in three stages
         (wgmma, w4a16_plans.Grid(40, 3, 3, 2 * 2)),
-        (pair, w4a16_plans.Grid(80, 2, 4, 1)),  # 512 rows a pair, each with 256
-        ({name: pair[name] for name in pair if name != "WGS"}, w4a16_plans.Grid(80, 2, 4, 2)),
+        (pair, w4a16_plans.Grid(80, 3, 6, 1)),  # 512 rows a pair, each with 256
+        ({name: pair[name] for name in pair if name != "WGS"}, w4a16_plans.Grid(80, 3, 6, 2)),
     ):
         grid = w4a16_plans.grid_of(config, 80, 300, 384)
         assert grid == want and grid.blocks == want.clusters * want.together
