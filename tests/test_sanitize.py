@@ -133,12 +133,12 @@ def test_configurations_are_of_every_kind_and_as_many_of_each():
 
 
 def planned(config, case):
-    """Source and constants of `w4a16_gemm` with a configuration on a case."""
-    from repro.kernels import w4a16_gemm
+    """Source and macros of `w4a16_gemm` with a configuration on a case."""
+    from repro.kernels import w4a16_plans
 
     form = case["bits"], case["group"], case["symmetric"]
-    plan = w4a16_gemm.plan_of(config)(case["M"], case["N"], case["K"], form, config, (9, 0))
-    return plan[0].stem, plan[1]
+    source, plan = w4a16_plans.plan_of(config, case["M"], case["N"], case["K"], form, (9, 0))
+    return source.stem, plan.macros
 
 
 CODE = ("WGS", "PAIR", "PRODUCER", "SCALED")  # constants of a source that decide what a thread block does
