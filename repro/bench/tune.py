@@ -2,7 +2,8 @@
 
 Every configuration is checked against the reference before it is timed, all of a shape take turns, and the fastest goes
 to `kernels/configs/<device>.json`, which `kernels/launch_config.py` reads, as soon as its shape is done. Keys that were
-not swept stay as they are. A sweep that was cut goes on where it stopped: `build/tune/` says which shapes of which
+not swept stay as they are. A configuration of W8A8 serves activations in float16 and in bfloat16: it is timed in both,
+and the geometric mean decides. A sweep that was cut goes on where it stopped: `build/tune/` says which shapes of which
 space are done. What a shape needs of CUDA C++ is compiled by several processes beforehand, and where a space is large
 all of it is timed for a few rounds and its fastest again: so one key takes less than a minute.
 """
@@ -13,6 +14,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +28,7 @@ import torch
 from repro.bench import peers, timing, two_bit
 from repro.bench.kernel_list import QUANTIZED, load
 from repro.bench.stored_peers import COUNTS, shapes
-from repro.bench.task import Layer, Task, Timing
+from repro.bench.task import Layer, Task
 from repro.core.errors import UserError, unknown
 from repro.core.files import one_at_a_time, reading, short_hash, write_text
 from repro.kernels import nvrtc, q4_k_planes, w4a16_choice, w4a16_tiles
@@ -38,6 +40,7 @@ TIE = 0.01  # within so much of the fastest, the configuration that comes first 
 AT_ONCE = 12  # configurations that are measured together; each has its copies of the weights
 ROUNDS, FIRST_ROUNDS = 9, 3  # of the fastest AT_ONCE of a larger space; of all of it before
 MOST_WORKERS = 16  # processes that compile
+BOTH_TYPES = ("float16", "bfloat16")  # of activations whose configurations are the same
 Q4_K_STEP = (  # products of layers that share an input, of Llama 3 8B, Llama 2 7B, 13B and 70B: q, k, v; gate, up
     *((6144, 4096), (28672, 4096), (12288, 4096), (22016, 4096)),
     *((15360, 5120), (27648, 5120), (10240, 8192), (57344, 8192)),
@@ -57,21 +60,25 @@ class TuningPoint:
     Attributes:
         key: as the kernel's launcher looks it up.
         space: the configurations that are worth trying here.
-        prepare: makes the inputs, once, and gives the function that makes a configuration's task.
+        prepare: makes the inputs, once, and gives the function that makes a configuration's tasks, one for each type.
+        types: of the activations in which every configuration is timed; ("",) for that of the inputs alone.
     """
 
     key: str
     space: Sequence[Config]
-    prepare: Callable[[], Callable[[Config], Task]]
+    prepare: Callable[[], Callable[[Config], Sequence[Task]]]
+    types: tuple[str, ...] = ("",)
 
 
 def _read_floor() -> list[TuningPoint]:
     """Sizes from a small 2-bit layer to a large bf16 one."""
     space = load("read_floor").SPACE
+
+    def prepare(size: int) -> Callable[[Config], list[Task]]:
+        return lambda config: [timing.read_floor(size, config)]
+
     sizes = [1 << n for n in range(18, 30)]
-    return [
-        TuningPoint(str(size), space, lambda size=size: functools.partial(timing.read_floor, size)) for size in sizes
-    ]
+    return [TuningPoint(str(size), space, functools.partial(prepare, size)) for size in sizes]
 
 
 def _points(
@@ -80,21 +87,31 @@ def _points(
     hot: tuple[str, ...] = ("x",),
     key: Callable[[Case], str] | None = None,
     fits: Callable[[Case, Config], bool] = lambda case, config: True,
+    types: tuple[str, ...] = ("",),
 ) -> list[TuningPoint]:
-    """A kernel whose `launch(*inputs, config)` takes what its `make_inputs` gives and returns the output, at cases."""
-    module = load(name)
+    """A kernel whose `launch(*inputs, config)` takes what its `make_inputs` gives and returns the output, at cases.
 
-    def prepare(case: Case) -> Callable[[Config], Task]:
-        inputs = dict(zip(inspect.signature(module.launch).parameters, module.make_inputs(case, "cuda")))
-        launch = lambda config, **given: module.launch(**given, config=dict(config))  # noqa: E731
+    With `types` a case is of each of them, and so is the output of a launch that is told its type.
+    """
+    module = load(name)
+    parameters = inspect.signature(module.launch).parameters
+
+    def of_one_type(case: Case) -> Callable[[Config], Task]:
+        inputs = dict(zip(parameters, module.make_inputs(case, "cuda")))
+        more = {"dtype": getattr(torch, case["dtype"])} if "dtype" in parameters else {}
+        launch = lambda config, **given: module.launch(**given, config=dict(config), **more)  # noqa: E731
         want = lambda **given: module.reference(*given.values())  # noqa: E731
         return lambda config: Task(name, functools.partial(launch, config), inputs, want, 4e-3, hot)
+
+    def prepare(case: Case) -> Callable[[Config], list[Task]]:
+        makers = [of_one_type(case | {"dtype": dtype} if dtype else case) for dtype in types]
+        return lambda config: [make(config) for make in makers]
 
     key = key or module.tuning_key
     points = []
     for case in cases:
         configs = [config for config in module.SPACE if fits(case, config)]
-        points.append(TuningPoint(key(case), configs, functools.partial(prepare, case)))
+        points.append(TuningPoint(key(case), configs, functools.partial(prepare, case), types))
     return points
 
 
@@ -129,16 +146,16 @@ def _q4_k(name: str) -> list[TuningPoint]:
     """Products with Q4_K on the layers of the papers' models and those of a step, half of the inputs listed or all."""
     module = load(name)
 
-    def prepare(case: Case) -> Callable[[Config], Task]:
+    def prepare(case: Case) -> Callable[[Config], list[Task]]:
         given = module.make_inputs(case, "cuda")
         inputs = {key: given.pop(key) for key in ("x", "codes", "headers")}
         want = functools.partial(module.reference, **given)
 
-        def task(config: Config) -> Task:
+        def tasks(config: Config) -> list[Task]:
             launch = functools.partial(module.launch, config=dict(config), **given)
-            return Task(name, launch, inputs, want, 4e-3)
+            return [Task(name, launch, inputs, want, 4e-3)]
 
-        return task
+        return tasks
 
     points = []
     for n, k in sorted({*shapes(), *Q4_K_STEP}, key=lambda shape: (shape[0] * shape[1], shape)):
@@ -155,11 +172,14 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[TuningPoint]:
     """W2A2 on the layers of Bit-by-Bit's Table 7, one token and four; one token on those of a step and split ones."""
     module = load(name)
 
-    def prepare(case: Case) -> Callable[[Config], Task]:
+    def prepare(case: Case) -> Callable[[Config], list[Task]]:
         inputs = module.make_inputs(case, "cuda")
-        return lambda config: Task(
-            name, functools.partial(module.launch, config=dict(config)), inputs, module.reference, 4e-3, hot
-        )
+
+        def tasks(config: Config) -> list[Task]:
+            launch = functools.partial(module.launch, config=dict(config))
+            return [Task(name, launch, inputs, module.reference, 4e-3, hot)]
+
+        return tasks
 
     points = []
     for n, k in (*two_bit.TABLE7, *two_bit.STEP, *two_bit.SPLIT_LAYERS):
@@ -189,7 +209,7 @@ TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {
     "read_floor": _read_floor,
     "wna16_gemv": _wna16_gemv,
     "w4a16_gemm": _w4a16_gemm,
-    "w8a8_gemv": lambda: _points("w8a8_gemv", _cases(1, 2, 4, 8)),
+    "w8a8_gemv": lambda: _points("w8a8_gemv", _cases(1, 2, 4, 8), types=BOTH_TYPES),
     "q4_k_gemv": lambda: _q4_k("q4_k_gemv"),
     "q4_k_naive_sparse": lambda: _q4_k("q4_k_naive_sparse"),
     "zigzag_gemv": lambda: _q4_k("zigzag_gemv"),
@@ -197,7 +217,9 @@ TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {
     "zigzag_masked": lambda: _q4_k("zigzag_masked"),
     "w2a2_gemv": lambda: _two_bit("w2a2_gemv", ("x",)),
     "w2a2_ready": lambda: _two_bit("w2a2_ready", QUANTIZED),
-    "w8a8_gemm": lambda: _points("w8a8_gemm", _cases(16, 32, 64, 128, 256, 512, 1024, 2048), hot=("x_q", "s_x")),
+    "w8a8_gemm": lambda: _points(
+        "w8a8_gemm", _cases(16, 32, 64, 128, 256, 512, 1024, 2048), hot=("x_q", "s_x"), types=BOTH_TYPES
+    ),
 }
 
 
@@ -216,35 +238,54 @@ def sweep(
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:  # begins none until one is asked
         for point in points:
             begin = time.perf_counter()
-            task_of = point.prepare()
-            failures = {}
+            tasks_of = point.prepare()
+            failures: dict[str, Exception] = {}
             configs = {json.dumps(config, sort_keys=True): dict(config) for config in point.space}
-            tasks = {name: replace(task_of(config), name=name) for name, config in configs.items()}
-            compile_ahead(list(tasks.values()), pool)
-            timings = contest(tasks, backend, failures)
-            if not timings:
+            tasks = {name: named(tasks_of(config), name, point.types) for name, config in configs.items()}
+            compile_ahead(list(itertools.chain.from_iterable(tasks.values())), pool)
+            times = contest(tasks, backend, failures)
+            if not times:
                 reason = next(iter(failures.values()), "its SPACE is empty")
                 raise UserError(f"tune: no configuration of {kernel} runs at {point.key}: {reason}")
-            winner = pick(timings)
-            ran = len(configs) - len(failures)
+            winner = pick(times)
+            ran = len(configs) - sum(any(task.name in failures for task in of_one) for of_one in tasks.values())
             took = time.perf_counter() - begin
-            say(f"{kernel} {point.key}: {winner.us:.2f} us, {winner.name}; {ran} of {len(configs)} run; {took:.0f} s")
-            yield point, configs[winner.name]
+            mean = f" (geometric mean of {' and '.join(point.types)})" if len(point.types) > 1 else ""
+            say(
+                f"{kernel} {point.key}: {times[winner]:.2f} us{mean}, {winner}; "
+                f"{ran} of {len(configs)} run; {took:.0f} s"
+            )
+            yield point, configs[winner]
 
 
-def contest(tasks: Mapping[str, Task], backend: timing.Cuda, failures: dict[str, Exception]) -> list[Timing]:
-    """Timings of the fastest tasks, in the order of `tasks`; `failures` takes exceptions by the name of a task."""
+def named(tasks: Sequence[Task], name: str, types: Sequence[str]) -> list[Task]:
+    """The tasks of a configuration, named after it and their types."""
+    return [replace(task, name=f"{name} {dtype}".strip()) for task, dtype in zip(tasks, types, strict=True)]
 
-    def measured(names: Sequence[str], rounds: int) -> list[Timing]:
-        timings = []
+
+def contest(
+    tasks: Mapping[str, Sequence[Task]], backend: timing.Cuda, failures: dict[str, Exception]
+) -> dict[str, float]:
+    """Microseconds of the fastest configurations, in the order of `tasks`: the geometric mean of each one's tasks.
+
+    `failures` takes exceptions by the name of a task; a configuration that fails in one type is left out.
+    """
+
+    def measured(names: Sequence[str], rounds: int) -> dict[str, float]:
+        means = {}
         for i in range(0, len(names), AT_ONCE):
-            some = [tasks[name] for name in names[i : i + AT_ONCE]]
-            timings += timing.measure(some, backend, rounds=rounds, failures=failures)
-        return timings
+            some = names[i : i + AT_ONCE]
+            together = list(itertools.chain.from_iterable(tasks[name] for name in some))
+            timings = timing.measure(together, backend, rounds=rounds, failures=failures)
+            us = {t.name: t.us for t in timings}
+            for name in some:
+                if all(task.name in us for task in tasks[name]):
+                    means[name] = statistics.geometric_mean(us[task.name] for task in tasks[name])
+        return means
 
     finalists = list(tasks)
     if len(finalists) > AT_ONCE:
-        first = {t.name: t.us for t in measured(finalists, FIRST_ROUNDS)}
+        first = measured(finalists, FIRST_ROUNDS)
         fastest = sorted(first, key=first.__getitem__)[:AT_ONCE]
         finalists = [name for name in finalists if name in fastest]
     return measured(finalists, ROUNDS)
@@ -273,7 +314,7 @@ def swept(
     """
     record = DONE / path.stem / f"{kernel}.json"
     done = _done(record)
-    spaces = {point.key: short_hash(json.dumps(list(map(dict, point.space)), sort_keys=True)) for point in points}
+    spaces = {point.key: what_is_timed(point) for point in points}
     todo = [point for point in points if done.get(point.key) != spaces[point.key]]
     if len(todo) < len(points):
         say(f"{kernel}: {len(points) - len(todo)} of {len(points)} shapes are done; remove {record} to start again")
@@ -283,6 +324,12 @@ def swept(
             _write_done(record, _done(record) | {point.key: spaces[point.key]})
     with one_at_a_time(record):
         _write_done(record, {key: space for key, space in _done(record).items() if key not in spaces})
+
+
+def what_is_timed(point: TuningPoint) -> str:
+    """The hash of a point's space, and of the types in which it is timed where those are several."""
+    space = json.dumps(list(map(dict, point.space)), sort_keys=True)
+    return short_hash(" ".join([space, *point.types]).strip())
 
 
 def _done(record: Path) -> dict[str, str]:
@@ -298,10 +345,10 @@ def _write_done(record: Path, done: Mapping[str, str]) -> None:
         record.unlink(missing_ok=True)
 
 
-def pick(timings: Sequence[Timing]) -> Timing:
-    """The fastest; of those that tie with it, the first."""
-    least = min(t.us for t in timings)
-    return next(t for t in timings if t.us <= least * (1 + TIE))
+def pick(times: Mapping[str, float]) -> str:
+    """The fastest by its microseconds; of those that tie with it, the first."""
+    least = min(times.values())
+    return next(name for name, us in times.items() if us <= least * (1 + TIE))
 
 
 def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import multiprocessing
 from pathlib import Path
@@ -48,7 +49,7 @@ def tunable(fake, space=SPACE):
 
     def at(rows):
         inputs = make(rows)
-        return lambda config: task(rows, inputs, config)
+        return lambda config: [task(rows, inputs, config)]
 
     return [tune.TuningPoint(f"{rows}x32", space, lambda rows=rows: at(rows)) for rows in (16, 48)]
 
@@ -64,6 +65,101 @@ def test_a_tie_goes_to_the_first():
     fake = Fake()
     space = [{"warps": 2}, {"warps": 16}]  # 16 is a quarter of a percent faster
     assert next(tune.sweep("toy", tunable(fake, space), fake, str))[1] == {"warps": 2}
+
+
+def of_two_types(fake, costs, wrong=()):
+    """A point whose configurations cost other seconds in each type; those of (warps, type) in `wrong` are wrong."""
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+
+    def task(warps, dtype):
+        def launch(x, weight):
+            y = torch.empty(2, 16)
+            factor = 1.1 if (warps, dtype) in wrong else 1.0
+            fake.run(lambda: y.copy_(factor * x.float() @ weight.T), costs[warps][dtype])
+            return y
+
+        x = torch.randn(2, 32, generator=torch.Generator().manual_seed(2)).to(getattr(torch, dtype))
+        return Task("", launch, {"x": x, "weight": weight}, lambda x, weight: x.float() @ weight.T, 1e-5)
+
+    space = [{"warps": warps} for warps in costs]
+    tasks = lambda config: [task(config["warps"], dtype) for dtype in tune.BOTH_TYPES]  # noqa: E731
+    return tune.TuningPoint("16x32", space, lambda: tasks, tune.BOTH_TYPES)
+
+
+COSTS_BY_TYPE = {  # seconds; the geometric means are 2.83, 2.83 and 2.74 us, the sums 6, 6 and 5.5
+    1: {"float16": 2e-6, "bfloat16": 4e-6},
+    2: {"float16": 4e-6, "bfloat16": 2e-6},
+    4: {"float16": 2.5e-6, "bfloat16": 3e-6},
+}
+
+
+def test_what_is_fastest_in_both_types_together_wins():
+    """Neither the fastest in float16 nor the one in bfloat16."""
+    fake, lines = Fake(), []
+    ((_, best),) = tune.sweep("toy", [of_two_types(fake, COSTS_BY_TYPE)], fake, lines.append)
+    assert best == {"warps": 4}
+    assert "toy 16x32: 2.74 us (geometric mean of float16 and bfloat16)" in lines[0] and "3 of 3 run" in lines[0]
+
+
+def test_of_two_types_the_ratio_counts():
+    """Twice as fast in the quick type outweighs a third slower in the slow one, whose sum is larger."""
+    costs = {1: {"float16": 2e-6, "bfloat16": 9e-6}, 2: {"float16": 1e-6, "bfloat16": 12e-6}}
+    fake = Fake()
+    assert next(tune.sweep("toy", [of_two_types(fake, costs)], fake, str))[1] == {"warps": 2}
+
+
+def test_a_configuration_that_is_wrong_in_one_type_is_left_out():
+    fake, lines = Fake(), []
+    point = of_two_types(fake, COSTS_BY_TYPE, wrong={(4, "float16"), (2, "bfloat16")})
+    assert next(tune.sweep("toy", [point], fake, lines.append))[1] == {"warps": 1}
+    assert "1 of 3 run" in lines[0]
+    both = {(warps, dtype) for warps in COSTS_BY_TYPE for dtype in tune.BOTH_TYPES}
+    with pytest.raises(UserError, match='runs at 16x32: {"warps": 1} float16: .*off by'):
+        list(tune.sweep("toy", [of_two_types(fake, COSTS_BY_TYPE, both)], fake, str))
+
+
+def test_of_a_large_space_both_types_are_timed_again(monkeypatch):
+    monkeypatch.setattr(tune, "AT_ONCE", 2)
+    timed, measure = [], tune.timing.measure
+
+    def counted(tasks, *arguments, **more):
+        timed.append(([task.name for task in tasks], more["rounds"]))
+        return measure(tasks, *arguments, **more)
+
+    monkeypatch.setattr(tune.timing, "measure", counted)
+    fake = Fake()
+    assert next(tune.sweep("toy", [of_two_types(fake, COSTS_BY_TYPE)], fake, str))[1] == {"warps": 4}
+    names = {warps: [f'{{"warps": {warps}}} {dtype}' for dtype in tune.BOTH_TYPES] for warps in COSTS_BY_TYPE}
+    first, second, third = names.values()
+    assert timed[:2] == [([*first, *second], 3), (third, 3)]
+    assert timed[2][1] == 9 and timed[2][0] in ([*first, *third], [*second, *third])
+
+
+@pytest.mark.parametrize("name", ["w8a8_gemv", "w8a8_gemm"])
+def test_w8a8_is_timed_in_both_types_of_activations(name, monkeypatch):
+    """Those of x, or of y where activations are codes; all that a launch needs is made once for each type."""
+    if reason := cannot_import(name):
+        pytest.skip(reason)
+    module, launched = load(name), []
+    make_inputs, launch = module.make_inputs, module.launch
+
+    def launch_on_a_cpu(*arguments, **given):
+        launched.append(given)
+
+    launch_on_a_cpu.__signature__ = inspect.signature(launch)
+    monkeypatch.setattr(module, "make_inputs", lambda case, device: make_inputs(case | {"N": 16, "K": 32}))
+    monkeypatch.setattr(module, "launch", launch_on_a_cpu)
+    for point in TUNABLE[name]():
+        assert point.types == ("float16", "bfloat16")
+    tasks = point.prepare()(point.space[0])
+    for task in tasks:
+        task.launch(**task.inputs)
+    values = [given["dtype"] if name == "w8a8_gemm" else given["x"].dtype for given in launched]
+    assert values == [torch.float16, torch.bfloat16]
+    assert all(given["config"] == point.space[0] for given in launched)
+    for name in sorted(set(TUNABLE) - {"w8a8_gemv", "w8a8_gemm"}):
+        if cannot_import(name) is None:
+            assert all(point.types == ("",) for point in TUNABLE[name]()), name
 
 
 def test_of_a_large_space_the_fastest_are_timed_again(monkeypatch):
@@ -148,6 +244,12 @@ def test_a_sweep_writes_as_it_goes_and_goes_on_where_it_was_cut(tmp_path, monkey
     lines.clear()
     tune.swept("toy", [other_space, second], fake, path, lines.append)
     assert sum(" us, " in line for line in lines) == 2, "another space is swept anew"
+    with pytest.raises(KeyboardInterrupt):
+        tune.swept("toy", [first, cut], fake, path, lines.append)
+    lines.clear()
+    in_bfloat16 = dataclasses.replace(first, types=("bfloat16",))
+    tune.swept("toy", [in_bfloat16, second], fake, path, lines.append)
+    assert sum(" us, " in line for line in lines) == 2, "what was timed in another type is swept anew"
 
 
 def test_a_layer_that_is_swept_meanwhile_leaves_what_a_cut_sweep_has_done(tmp_path, monkeypatch):
