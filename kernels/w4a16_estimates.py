@@ -9,10 +9,12 @@ from repro.kernels.launch_config import CLUSTERS
 from repro.kernels.w4a16_plans import (
     MOST_BOX,
     MULTICAST_STAGE,
+    copies_all_at_once,
     fitted,
     grid_of,
     known,
     rows_of,
+    shared_bytes,
     trimmed,
     uses_wgmma,
     warpgroups,
@@ -28,6 +30,12 @@ LATENCY = 0.77  # us of a trip to memory: so many bytes must be on their way
 MMA_PRODUCTS, WGMMA_PRODUCTS = 2.83e6, 4.41e6  # operations
 UNPACK = 5.6e-4  # us of a warp for 16 rows of a column
 KNOWN_SHARE = 0.98  # of the time, with columns that are a constant of the source
+# The same where all stages are copied at once, fitted to 2,823 times of 17 shapes and 8 to 64 tokens, those that are at
+# most 1.2 times the best of their place. Their thread blocks may be small enough to share an SM.
+AT_ONCE_SHARE = 0.93
+SHARED_OF_SM, SHARED_OF_BLOCK = 233_472, 1024  # bytes of shared memory, and of them those of the system for a block
+THREADS_OF_SM, REGISTERS_OF_SM = 2048, 65_536
+REGISTERS = 96  # of a thread, about
 JOIN = 0.11  # us to add up the parts of a cluster
 FEW_WAIT = {40: 1.19, 48: 1.11}  # times as long up to so many tokens, whose products do not hide wgmma's waits
 # The same with an unrolled loop, fitted to 19 of 20 layers: of group sums that scales multiply, of weights that they
@@ -77,8 +85,10 @@ def estimate_mma(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> f
     """The same with a configuration of `w4a16_gemm.cu`, of whose thread blocks several may share an SM."""
     config = fitted(config | {"MT": trimmed(config, m)}, bits, GROUP, False)
     grid = grid_of(config, m, n, k)
-    waves = -(-grid.clusters // at_once(grid.together, sms, config["BLOCKS"]))
-    blocks_of_an_sm = min(config["BLOCKS"], -(-grid.blocks // sms))
+    all_at_once = copies_all_at_once(config, n, k)
+    resident = blocks_with_room(config, bits) if all_at_once else config["BLOCKS"]
+    waves = -(-grid.clusters // at_once(grid.together, sms, resident))
+    blocks_of_an_sm = min(resident, -(-grid.blocks // sms))
     rows = blocks_of_an_sm * rows_of(config)
     columns = columns_of_block(config, k, grid.split)
     requested = config["STAGES"] * config["KS"] * rows * bits / 8
@@ -87,7 +97,17 @@ def estimate_mma(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> f
     wave = time_of_wave(reading(rows, columns, bits, requested), multiplying)
     if known(config, n, k):
         wave *= KNOWN_SHARE
+    if all_at_once:
+        wave *= AT_ONCE_SHARE
     return waves * wave + (JOIN if grid.split > 1 else 0)
+
+
+def blocks_with_room(config: dict, bits: int) -> int:
+    """Thread blocks of `w4a16_gemm.cu` for which an SM has room; BLOCKS, or more if they need little of it."""
+    threads = 32 * config["WR"] * config["WK"]
+    by_memory = SHARED_OF_SM // (shared_bytes(config, bits, GROUP, False) + SHARED_OF_BLOCK)
+    by_threads = min(THREADS_OF_SM, REGISTERS_OF_SM // REGISTERS) // threads
+    return max(config["BLOCKS"], min(by_memory, by_threads))
 
 
 def estimate_wgmma(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float:

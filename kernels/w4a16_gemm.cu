@@ -64,9 +64,17 @@ constexpr int SLOTS = (UNITS + SPLIT - 1) / SPLIT;  // units that a block gets, 
 constexpr int LANDING = WK * (STAGES * STAGE > UNITS * 512 ? STAGES * STAGE : UNITS * 512);
 #endif
 
+// Where each stage of a thread block has a place of its own, all are copied at once and the loop over them is unrolled.
+#if COLUMNS && COLUMNS % (KS * SPLIT) == 0 && COLUMNS <= KS * SPLIT * STAGES
+constexpr int ALL = COLUMNS / (KS * SPLIT), AHEAD = ALL;
+#else
+constexpr int ALL = 0, AHEAD = STAGES - 1;  // stages that are copied before the first is used
+#endif
+
 static_assert(MEMBERS % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 &&
                   (GROUP == 0 || GROUP % FOLD == 0) && STAGES >= 2,
               "a stage does not divide, or there are too few");
+static_assert(WK < 16, "each warp along columns has a named barrier, of 16, and __syncthreads has one");
 
 extern "C" __global__ void
 #if SPLIT > 1
@@ -137,16 +145,11 @@ __cluster_dims__(SPLIT)
         }
         end_of_copies();
     };
-    UNROLL for (int i = 0; i < STAGES - 1; i++) stage(begin + i, i);
+    UNROLL for (int i = 0; i < AHEAD; i++) stage(begin + i, i);
 
     float sum[RT][NT][4] = {};
     [[maybe_unused]] float part[RT][NT][4];  // sums of one group
-    int slab = begin, i = 0;
-    do {
-        wait_for_copies<STAGES - 2>();
-        barrier(warp / WR + 1, MEMBERS);
-        stage(slab + STAGES - 1, i == 0 ? STAGES - 1 : i - 1);
-        const u32 from = stages + i * STAGE;
+    auto multiply = [&](u32 from) {  // a stage
         uint4 words[RT];
         Scales scaling[RT];
         u32 a[RT][8];
@@ -177,8 +180,23 @@ __cluster_dims__(SPLIT)
                 UNROLL for (int r = 0; r < RT; r++) UNROLL for (int n = 0; n < NT; n++)
                     UNROLL for (int v = 0; v < 4; v++) sum[r][n][v] += scale(scaling[r], v / 2) * part[r][n][v];
         }
-        i = i + 1 == STAGES ? 0 : i + 1;
-    } while (++slab < end);
+    };
+    UNROLL for (int i = 0; i < ALL; i++) {
+        wait_for_copies<AHEAD - 1>();
+        barrier(warp / WR + 1, MEMBERS);
+        end_of_copies();  // of none, so that as many may be on their way in every turn
+        multiply(stages + i * STAGE);
+    }
+    if (!ALL) {
+        int slab = begin, i = 0;
+        do {
+            wait_for_copies<AHEAD - 1>();
+            barrier(warp / WR + 1, MEMBERS);
+            stage(slab + STAGES - 1, i == 0 ? STAGES - 1 : i - 1);
+            multiply(stages + i * STAGE);
+            i = i + 1 == STAGES ? 0 : i + 1;
+        } while (++slab < end);
+    }
 
     wait_for_copies<0>();
     __syncthreads();

@@ -14,7 +14,8 @@ is exact in the activations' type (for bf16 a non-integer zero is rounded to 8 b
 k-steps. The products of one group are summed separately and multiplied by the group's scale in fp32; with SCALED the
 weights are multiplied by it in the activations' type, which rounds once more (in fp16 scales must be below 128).
 With KNOWN the columns are a constant of the source if they and the rows divide into whole tiles: 6 to 13 % fewer
-instructions, those of addresses and of the ends.
+instructions, those of addresses and of the ends. If shared memory then has a place for each stage of a thread block,
+all are copied at once, one more than a ring lets be on its way, and the loop over them is unrolled.
 
 `w4a16_wgmma.cu` runs if a configuration has WGS, on compute capability 9.0: a warpgroup holds 64 rows of A in
 registers, SCALED unless a configuration says 0, and shares each read of x. Producer warps load x; the others unpack

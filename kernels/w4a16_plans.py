@@ -35,7 +35,7 @@ def uses_wgmma(config: dict) -> bool:
 
 
 def is_unrolled(config: dict) -> bool:
-    """Whether a configuration asks for an unrolled loop, which the source with `mma` does not have."""
+    """Whether a configuration asks for an unrolled loop with `wgmma`."""
     return "KNOWN" in config and uses_wgmma(config)
 
 
@@ -60,6 +60,17 @@ def known(config: dict, rows: int, columns: int, group: int = 128) -> bool:
     if 0 < group < 64:
         return False
     return columns % stage == 0 and (group <= stage or columns % (config["SPLIT"] * group) == 0)
+
+
+def copies_all_at_once(config: dict, rows: int, columns: int) -> bool:
+    """Whether `w4a16_gemm.cu` copies all stages of a thread block before it uses the first, and unrolls its loop.
+
+    It does where columns are a constant and each stage has a place of its own in shared memory.
+    """
+    if uses_wgmma(config) or not known(config, rows, columns):
+        return False
+    together = config["SPLIT"] * config["KS"]
+    return columns % together == 0 and columns <= together * config["STAGES"]
 
 
 def rows_of(config: dict) -> int:

@@ -83,11 +83,14 @@ KNOWN_CASES = [  # the same, rows and columns in whole tiles
     (2, 64, False, "float16", 70, 64, 1024, (16, 1, 2, 2, 256, 4, 1)),
     (8, 0, False, "bfloat16", 30, 112, 512, (16, 1, 7, 2, 256, 4, 2)),
     (4, 128, False, "bfloat16", 5, 96, 1024, (8, 3, 1, 4, 512, 3, 1)),
+    (4, 128, False, "bfloat16", 9, 64, 1024, (16, 1, 2, 2, 256, 4, 1)),  # as many stages as there is room for
+    (4, 128, True, "float16", 9, 32, 1024, (16, 1, 1, 2, 256, 3, 1)),  # one more: the loop goes round
+    (4, 64, False, "bfloat16", 20, 32, 768, (24, 2, 1, 2, 256, 4, 2)),  # one thread block has two stages, one has one
 ]
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(KNOWN_CASES, (0, 1, 4)), ids=str)
+@pytest.mark.parametrize("case", some_slow(KNOWN_CASES, (0, 1, 5, 6, 7)), ids=str)
 def test_source_with_known_columns_on_the_cpu(case, monkeypatch):
     """The same sums to the last bit, and only where a weight ends with a tile."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
@@ -284,6 +287,29 @@ def test_no_stage_is_filled_before_all_have_read_it(case, monkeypatch):
     assert config["PRODUCER"] == 0
     y = w4a16_gemm.launch(x, packed, config | {"STAGES": 3})  # one is read, one waits, the third is filled
     assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[case[3]]
+
+
+def test_all_stages_are_copied_at_once_where_each_has_a_place():
+    config = dict(zip(w4a16_tiles.MMA, (16, 1, 2, 4, 512, 4, 1, 0, 2))) | {"KNOWN": 1}
+    assert w4a16_plans.copies_all_at_once(config, 64, 4096)  # two thread blocks of four stages
+    assert w4a16_plans.copies_all_at_once(config, 64, 2048)
+    assert not w4a16_plans.copies_all_at_once(config, 64, 5120)  # of five
+    assert not w4a16_plans.copies_all_at_once(config, 64, 1536)  # of one and of two
+    assert not w4a16_plans.copies_all_at_once(config, 48, 4096)  # rows end within a tile
+    assert not w4a16_plans.copies_all_at_once({"WGS": 1, "MT": 64, "KS": 256, "STAGES": 8, "KNOWN": 1}, 64, 1024)
+    unknown_columns = {name: value for name, value in config.items() if name != "KNOWN"}
+    assert not w4a16_plans.copies_all_at_once(unknown_columns, 64, 4096)
+    once = w4a16_estimates.estimate(config, 16, 4096, 4096, 4, 132)
+    assert once < 0.95 * w4a16_estimates.estimate(unknown_columns, 16, 4096, 4096, 4, 132)
+
+
+def test_small_thread_blocks_share_an_sm():
+    small = dict(zip(w4a16_tiles.MMA, (8, 1, 1, 8, 512, 3, 1, 0, 2)))  # 40 KB, 256 threads
+    large = dict(zip(w4a16_tiles.MMA, (16, 1, 2, 8, 1024, 4, 1, 0, 1)))  # 197 KB
+    tiny = dict(zip(w4a16_tiles.MMA, (8, 1, 1, 2, 256, 2, 1, 0, 1)))  # 20 KB, 64 threads
+    rooms = [w4a16_estimates.blocks_with_room(config, 4) for config in (small, large, tiny)]
+    assert rooms == [2, 1, 10]  # by registers, by shared memory, by registers
+    assert w4a16_estimates.blocks_with_room(large | {"BLOCKS": 3}, 4) == 3
 
 
 def test_columns_are_a_constant_where_stages_and_groups_divide_them():
