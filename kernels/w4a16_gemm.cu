@@ -2,7 +2,7 @@
 //
 // Compile-time constants: BITS 2, 4 or 8; GROUP columns (0: one group per row); SYMMETRIC; BF16 (else fp16); for the
 // product
-//   MT      tokens of a tile, a multiple of 8          RT      16-row tiles per warp
+//   MT      tokens of a tile, a multiple of 4          RT      16-row tiles per warp
 //   WR, WK  warps along rows, along columns            KS      columns of a stage of the whole thread block
 //   STAGES  stages in shared memory                    BLOCKS  thread blocks per SM (caps registers)
 //   COLUMNS K, if nothing ends within a tile or a stage
@@ -51,7 +51,7 @@ extern "C" __global__ void dequantize(const uint4* codes, const Scales* scales, 
 constexpr int KW = KS / WK;                             // columns of a stage that one warp works on
 constexpr int DEPTH = KW / KB;                          // packed blocks of a row tile in them
 constexpr int FOLD = GROUP && GROUP < KW ? GROUP : KW;  // columns that share a scale
-constexpr int NT = MT / 8, ROWS = 16 * RT * WR, MEMBERS = 32 * WR;
+constexpr int NT = (MT + 7) / 8, ROWS = 16 * RT * WR, MEMBERS = 32 * WR;
 // A stage of the WR warps that share columns: x, then the words of their row tiles, then their scales.
 constexpr int WORDS = MT * KW * 2, SCALES = WORDS + WR * RT * DEPTH * 512,
               SCALE_BYTES = sizeof(Scales) * 8 * (KW / FOLD);
@@ -71,7 +71,7 @@ constexpr int ALL = COLUMNS / (KS * SPLIT), AHEAD = ALL;
 constexpr int ALL = 0, AHEAD = STAGES - 1;  // stages that are copied before the first is used
 #endif
 
-static_assert(MEMBERS % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 &&
+static_assert(MT % 4 == 0 && MEMBERS % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 &&
                   (GROUP == 0 || GROUP % FOLD == 0) && STAGES >= 2,
               "a stage does not divide, or there are too few");
 static_assert(WK < 16, "each warp along columns has a named barrier, of 16, and __syncthreads has one");
@@ -147,6 +147,9 @@ __cluster_dims__(SPLIT)
     };
     UNROLL for (int i = 0; i < AHEAD; i++) stage(begin + i, i);
 
+    // Where the last unit has fewer than 8 tokens, lanes without one of their own read the last; nobody stores their sums.
+    const u32 last_row = min(NT * 8 - 8 + g, (u32)MT - 1);
+    const int tokens_end = MT % 8 ? min(M, m0 + MT) : M;
     float sum[RT][NT][4] = {};
     [[maybe_unused]] float part[RT][NT][4];  // sums of one group
     auto multiply = [&](u32 from) {  // a stage
@@ -170,9 +173,11 @@ __cluster_dims__(SPLIT)
             if (!SCALED && column % FOLD == 0)
                 UNROLL for (int v = 0; v < RT * NT * 4; v++) part[v / (NT * 4)][v / 4 % NT][v % 4] = 0;
             UNROLL for (int n = 0; n < NT; n++) {
+                const bool whole = n * 8 + 8 <= MT;
+                const u32 row = whole ? n * 8 + g : last_row, odd = (whole ? g : last_row) & 1;
                 // The second 32 columns are in the other 64-byte half: xor, because odd tokens have the halves swapped
                 const uint4 b =
-                    load16(from + (n * 8 + g) * KW * 2 + column / 64 * 128 + (t * 16 ^ (g & 1) * 64 ^ column % 64 * 2));
+                    load16(from + row * KW * 2 + column / 64 * 128 + (t * 16 ^ odd * 64 ^ column % 64 * 2));
                 UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], a[r], b.x, b.y);
                 UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], a[r] + 4, b.z, b.w);
             }
@@ -241,7 +246,7 @@ __cluster_dims__(SPLIT)
         UNROLL for (int half = 0; half < 2; half++) {  // rows row, row + 1 of one token, then row + 8, row + 9
             const u32 pair = transpose(to_halves<BF16>(total[2 * half] * factor, total[2 * half + 1] * factor));
             u16* to = y + (u64)token * N + row + 8 * half;
-            const int left = token < M ? N - row - 8 * half : 0;
+            const int left = token < tokens_end ? N - row - 8 * half : 0;
             if (left > 1 && N % 2 == 0) *(u32*)to = pair;
             else if (left > 0) {
                 to[0] = pair;

@@ -124,10 +124,12 @@ def grid_of(config: dict, m: int, n: int, k: int) -> Grid:
 
 def trimmed(config: dict, m: int) -> int:
     """Tokens of a tile when m share as many tiles as a configuration needs: a multiple of what its source adds up."""
+    if tokens_of(config) <= LEAST_TILE:
+        return tokens_of(config)
     tiles = -(-m // tokens_of(config))
     tokens = -(-m // tiles)
     step = 16 if config.get("PAIR") == 2 or tokens > MOST_BOX else 8
-    return max(min(LEAST_TILE, tokens_of(config)), -(-tokens // step) * step)
+    return max(LEAST_TILE, -(-tokens // step) * step)
 
 
 # ---- what is compiled and launched
@@ -197,7 +199,7 @@ def shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
     groups = columns // group if group and group < columns else 1
     stage = config["MT"] * columns * 2 + tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
     stages = config["STAGES"] * config["WK"] * -(-stage // 128) * 128
-    split, units = config["SPLIT"], tiles * config["MT"] // 8
+    split, units = config["SPLIT"], tiles * -(-config["MT"] // 8)
     own = max(stages, config["WK"] * units * 512)
     return own + split * -(-units // split) * 512 + 8 if split > 1 else own
 

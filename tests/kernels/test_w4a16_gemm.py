@@ -53,6 +53,8 @@ SOURCE_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MT RT W
     (4, 128, False, "bfloat16", 37, 100, 1152, (40, 1, 3, 4, 512, 4, 1)),
     (4, 128, False, "float16", 3, 100, 768, (8, 1, 6, 2, 256, 3, 2)),
     (4, 128, False, "bfloat16", 5, 48, 1024, (8, 1, 1, 2, 256, 2, 4)),  # one unit: three blocks only send
+    (4, 128, False, "bfloat16", 11, 40, 384, (12, 1, 1, 2, 256, 3, 1)),  # units of eight and of four tokens
+    (8, 64, True, "float16", 30, 70, 640, (12, 2, 2, 1, 128, 2, 2)),  # three tiles of such
 ]
 
 
@@ -62,7 +64,7 @@ def some_slow(cases, always):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(SOURCE_CASES, (1, 2, 4, 7, 8, 10, 11, len(SOURCE_CASES) - 1)), ids=str)
+@pytest.mark.parametrize("case", some_slow(SOURCE_CASES, (1, 2, 4, 7, 8, 10, 11, 12, 14)), ids=str)
 def test_source_on_the_cpu(case, monkeypatch):
     """The .cu file itself: staged copies and their waits, swizzle, fragments, folds, ragged ends, clusters."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
@@ -86,6 +88,7 @@ KNOWN_CASES = [  # the same, rows and columns in whole tiles
     (4, 128, False, "bfloat16", 9, 64, 1024, (16, 1, 2, 2, 256, 4, 1)),  # as many stages as there is room for
     (4, 128, True, "float16", 9, 32, 1024, (16, 1, 1, 2, 256, 3, 1)),  # one more: the loop goes round
     (4, 64, False, "bfloat16", 20, 32, 768, (24, 2, 1, 2, 256, 4, 2)),  # one thread block has two stages, one has one
+    (4, 128, False, "bfloat16", 9, 96, 1024, (12, 3, 1, 4, 512, 2, 1)),  # units of eight and of four tokens
 ]
 
 
@@ -463,7 +466,11 @@ def test_a_number_of_tokens_that_is_not_recorded_is_served_by_the_next_up_to_64(
 
 
 def test_tiles_have_no_more_tokens_than_there_are():
-    """Each as many, a multiple of 8, or of 16 where two copies bring it; 16 at least."""
+    """Each as many, a multiple of 8, or of 16 where two copies bring it; 16 at least, or all of a smaller tile."""
+    for small in (8, 12, 16):
+        tile = dict(zip(w4a16_tiles.MMA, (small, 1, 2, 4, 512, 4, 1, 0, 1)))
+        assert {w4a16_plans.trimmed(tile, m) for m in (1, 8, 9, 12, 13, 40)} == {small}
+        assert w4a16_plans.grid_of(tile, 25, 32, 4096).clusters == -(-25 // small)
     tile = dict(zip(w4a16_tiles.MMA, (64, 1, 4, 1, 128, 4, 2, 0, 1)))
     assert [w4a16_plans.trimmed(tile, m) for m in (1, 16, 17, 40, 41, 64, 65, 129)] == [16, 16, 24, 40, 48, 64, 40, 48]
     tile = {"WGS": 1, "MB": 2}
@@ -500,6 +507,9 @@ def test_shared_memory_of_sums():
     config = dict(zip(w4a16_tiles.MMA, (16, 4, 1, 8, 1024, 3, 1, 0, 2)))
     stages = 3 * 8 * (16 * 128 * 2 + 4 * (128 * 16 // 2 + 16 * 4))
     assert w4a16_plans.shared_bytes(config, 4, 128, False) == stages + 2 * 4 * 512 + 8
+    twelve = config | {"MT": 12}  # a unit of eight and one of four tokens
+    stages = 3 * 8 * (12 * 128 * 2 + 4 * (128 * 16 // 2 + 16 * 4))
+    assert w4a16_plans.shared_bytes(twelve, 4, 128, False) == stages + 2 * 4 * 512 + 8
     many = dict(zip(w4a16_tiles.MMA, (64, 3, 2, 4, 256, 2, 1, 1, 2)))
     assert w4a16_plans.shared_bytes(many, 4, 128, False) == 4 * 48 * 512 + 2 * 24 * 512 + 8
     assert w4a16_plans.shared_bytes(many | {"SPLIT": 1}, 4, 128, False) == 4 * 48 * 512
