@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from repro.kernels.launch_config import capability_of, processors
-from repro.kernels.w4a16_choice import configuration
+from repro.kernels.w4a16_choice import configuration, serving_record
 from repro.kernels.w4a16_estimates import READ, START, at_once, bytes_of_weight, estimate
 from repro.kernels.w4a16_plans import grid_of, uses_wgmma
 from repro.kernels.w4a16_tiles import MOST_TOKENS
@@ -32,9 +32,9 @@ def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> i
     """How many of m tokens to multiply in a launch of their own, with the others beside them; 0 for one launch.
 
     Up to 256 tokens one launch is the faster one (192 beside 17 to 64 took 1.01 to 1.22 of its time at four layers of
-    an H200).
+    an H200), and so it is where a configuration for m tokens is recorded.
     """
-    if m <= LEAST_HEAD or capability_of(device) != (9, 0):
+    if m <= LEAST_HEAD or capability_of(device) != (9, 0) or serving_record(m, n, k, bits, device):
         return 0
     times = {head: time_of_two(head, m - head, n, k, bits, device) for head in heads_of(m)}
     if not times:

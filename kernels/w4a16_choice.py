@@ -18,9 +18,10 @@ from repro.kernels.w4a16_tiles import CANDIDATES, LEAST_MULTICAST, tokens_of
 TAIL = "w4a16_gemm_tail"  # where configurations for a second launch are recorded
 # Numbers of tokens: with configurations of their own; of those, each that serves all tokens above the one before it; as
 # many as which fewer tokens are estimated.
-TOKENS = (8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224)
+TOKENS = (8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384)
+SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384)
 ESTIMATED = (8, 12, 16, 24, 32, 40, 48, 64, 80)
+SEVERAL_TILES = 256  # tokens from which on a configuration may be for more tokens, too, in more tiles
 
 
 def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False) -> dict:
@@ -32,9 +33,8 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str,
     Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
     do not fill: another is taken where its estimate for them is lower.
     """
-    for tokens in serving(m):
-        if config := recorded_for(tokens, n, k, bits, device, beside):
-            return config
+    if config := serving_record(m, n, k, bits, device, beside):
+        return config
     device = torch.device(device)
     tokens = next((t for t in ESTIMATED if m <= t), -(-m // 8) * 8)
     sizes = tokens, n, k, bits, processors(device)
@@ -62,6 +62,14 @@ def serving(m: int) -> list[int]:
     return [t for t in TOKENS if m <= t <= last]
 
 
+def serving_record(m: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False) -> dict | None:
+    """What is recorded for m tokens themselves, or for more that serve them, or None."""
+    for tokens in serving(m):
+        if config := recorded_for(tokens, n, k, bits, device, beside):
+            return config
+    return None
+
+
 def recorded_for(
     tokens: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False
 ) -> dict | None:
@@ -71,11 +79,15 @@ def recorded_for(
 
 
 def next_recorded(m: int, n: int, k: int, bits: int, device: torch.device, beside: bool = False) -> dict | None:
-    """What is recorded for the least of `TOKENS` that is m or more and has a record, or for the last one, or None."""
-    for tokens in TOKENS:
-        if tokens >= min(m, TOKENS[-1]):
-            if config := recorded_for(tokens, n, k, bits, device, beside):
-                return config
+    """What is recorded for the next number of tokens with a record, m or more, or None.
+
+    Above 256, if there is none, what is recorded for the largest number from there on: m tokens take several tiles.
+    """
+    enough = [tokens for tokens in TOKENS if tokens >= m]
+    fewer = [tokens for tokens in reversed(TOKENS) if SEVERAL_TILES <= tokens < m]
+    for tokens in enough + fewer:
+        if config := recorded_for(tokens, n, k, bits, device, beside):
+            return config
     return None
 
 

@@ -1,6 +1,6 @@
 """Time of a 4-bit layer by its number of tokens: finds cliffs where a path, a tile or a configuration changes.
 
-    python -m repro.studies.steps --out DIR     # on a GPU, about 140 s; measures what the file lacks
+    python -m repro.studies.steps --out DIR     # on a GPU, about 160 s; measures what the file lacks
 
 Writes `DIR/steps.json`: microseconds of `linear` (W4 g128, bf16) at numbers of tokens from 8 to 600, pairs of
 neighbours where anything changes, next to those of every path that it could take and of cuBLAS in bf16; then says which
@@ -35,10 +35,15 @@ from repro.kernels.packing import PackedWeight
 from repro.studies import space
 from repro.studies.measurement_folder import file_of_command_line
 
-SHAPES = [(4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (28672, 8192)]
+SHAPES = [  # of Llama 3 (8B, 70B), Llama 2 (7B, 13B), then of smaller models
+    *((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (28672, 8192)),
+    *((8192, 28672), (11008, 4096), (4096, 11008), (5120, 5120), (13824, 5120), (5120, 13824)),
+    *((1024, 4096), (3072, 3072), (1024, 3072), (8192, 3072), (3072, 8192)),
+    *((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192)),
+]
 EDGES = (
-    *(8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 224, 256),
-    *(320, 328, 336, 344, 352, 360, 368, 384, 512),
+    *(8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 224, 256),
+    *(288, 320, 328, 336, 344, 352, 360, 368, 384, 512),
 )  # and one token more
 COUNTS = sorted({*EDGES, *(m + 1 for m in EDGES), 600})
 STEP, AGAINST = 1.15, {128: 0.90, 256: 0.85}
