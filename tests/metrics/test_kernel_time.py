@@ -251,7 +251,7 @@ def test_the_specs_of_kernels_are_tables_and_figures_like_others():
 
 def test_a_peer_that_runs_here_comes_out_right_when_it_is_rescaled_instead():
     """What rescaling by the library's ratio is worth: tinygemm, recorded and measured."""
-    for m, mean in (("1", 1.047), ("16", 1.053)):
+    for m, mean in (("1", 1.041), ("16", 1.053)):
         library, here = (
             kernel_time.chosen(KernelTime(who, m)) for who in ("bf16/bf16/torch.matmul", "w4-g128/*/tinygemm")
         )
