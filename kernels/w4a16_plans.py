@@ -123,7 +123,10 @@ def grid_of(config: dict, m: int, n: int, k: int) -> Grid:
 
 
 def trimmed(config: dict, m: int) -> int:
-    """Tokens of a tile when m share as many tiles as a configuration needs: a multiple of what its source adds up."""
+    """Tokens of a tile when m share as many tiles as a configuration needs: a multiple of what its source adds up.
+
+    A tile of up to 16 tokens stays as it is.
+    """
     if tokens_of(config) <= LEAST_TILE:
         return tokens_of(config)
     tiles = -(-m // tokens_of(config))

@@ -505,7 +505,9 @@ int run(const Launch &launch, u32 count, void **starts, const u64 *sizes) {
     tensors.clear(), outside = 0, unread = 0;
     early = getenv("BOXES_LAND_EARLY") != nullptr;
     for (u32 i = 0; i < count; i++) tensors.push_back({(const char *)starts[i], (const char *)starts[i] + sizes[i]});
-    for (u32 first = 0; first < launch.grid; first += launch.cluster) {
+    // From the last cluster to the first: what one writes behind its own part stays, where the next would write over it.
+    for (u32 first = launch.grid / launch.cluster * launch.cluster; first >= launch.cluster;) {
+        first -= launch.cluster;
         Cluster together;
         together.threads = launch.threads * launch.cluster;
         together.members = std::vector<Member>(launch.cluster);
