@@ -122,9 +122,9 @@ def test_configurations_are_of_every_kind_and_as_many_of_each():
     space = [{"a": size, "SPLIT": 1} for size in range(30)] + [{"b": size, "SPLIT": 2} for size in range(3)]
     space += [{"a": 7, "SPLIT": 2}, {"a": 1, "SPLIT": 1, "WGS": 3}]
     of_cases = [every_kernel.chosen(space, number, 3) for number in range(3)]
-    whole_tiles = [[config["a"] for config in configs if config in space[:30]] for configs in of_cases]
-    assert whole_tiles == [[0, 7, 15, 23], [2, 10, 18, 26], [5, 13, 21, 29]]
-    for configs in of_cases:
+    sizes_of_cases = ([0, 7, 15, 23], [2, 10, 18, 26], [5, 13, 21, 29])
+    for configs, sizes in zip(of_cases, sizes_of_cases, strict=True):
+        assert [config["a"] for config in configs if config in space[:30]] == sizes
         assert len(configs) == 9 and all(config in configs for config in space[30:])
     assert every_kernel.chosen(space[:30], 0, 1) == [space[29 * i // 15] for i in range(16)]
     assert every_kernel.chosen(space[:1], 0, 1) == space[:1]
@@ -188,12 +188,9 @@ def test_unrolled_loops_of_w4a16_gemm_run_with_full_tiles_and_ragged_ones():
             of_rows = full if case["N"] % (64 * groups) == 0 else ragged
             of_rows.add((source, groups, constants.get("PRODUCER"), constants["SPLIT"] > 1))
     assert full >= {
-        ("w4a16_gemm", None, None, split) for split in (False, True)
-    } | {
-        ("w4a16_wgmma", groups, None, split) for groups in (1, 2, 3, 4) for split in (False, True)
-    } | {
-        ("w4a16_multicast", groups, 1, split) for groups in (2, 3, 4) for split in (False, True)
-    } | {
+        *product(["w4a16_gemm"], [None], [None], [False, True]),
+        *product(["w4a16_wgmma"], [1, 2, 3, 4], [None], [False, True]),
+        *product(["w4a16_multicast"], [2, 3, 4], [1], [False, True]),
         ("w4a16_multicast", 3, 0, False), ("w4a16_multicast", 3, 0, True), ("w4a16_multicast", 4, 0, False)
     }  # fmt: skip
     assert {path[:3] for path in ragged} >= {

@@ -248,14 +248,19 @@ def sweep(
                 reason = next(iter(failures.values()), "its SPACE is empty")
                 raise UserError(f"tune: no configuration of {kernel} runs at {point.key}: {reason}")
             winner = pick(times)
-            ran = len(configs) - sum(any(task.name in failures for task in of_one) for of_one in tasks.values())
+            ran = [name for name in tasks if not has_failed(tasks[name], failures)]
             took = time.perf_counter() - begin
             mean = f" (geometric mean of {' and '.join(point.types)})" if len(point.types) > 1 else ""
             say(
                 f"{kernel} {point.key}: {times[winner]:.2f} us{mean}, {winner}; "
-                f"{ran} of {len(configs)} run; {took:.0f} s"
+                f"{len(ran)} of {len(configs)} run; {took:.0f} s"
             )
             yield point, configs[winner]
+
+
+def has_failed(tasks: Sequence[Task], failures: Mapping[str, Exception]) -> bool:
+    """Whether any of a configuration's tasks failed."""
+    return any(task.name in failures for task in tasks)
 
 
 def named(tasks: Sequence[Task], name: str, types: Sequence[str]) -> list[Task]:

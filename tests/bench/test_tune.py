@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import json
 import multiprocessing
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_a_configuration_that_is_wrong_in_one_type_is_left_out():
     point = of_two_types(fake, COSTS_BY_TYPE, wrong={(4, "float16"), (2, "bfloat16")})
     assert next(tune.sweep("toy", [point], fake, lines.append))[1] == {"warps": 1}
     assert "1 of 3 run" in lines[0]
-    both = {(warps, dtype) for warps in COSTS_BY_TYPE for dtype in tune.BOTH_TYPES}
+    both = set(itertools.product(COSTS_BY_TYPE, tune.BOTH_TYPES))
     with pytest.raises(UserError, match='runs at 16x32: {"warps": 1} float16: .*off by'):
         list(tune.sweep("toy", [of_two_types(fake, COSTS_BY_TYPE, both)], fake, str))
 
@@ -129,8 +130,9 @@ def test_of_a_large_space_both_types_are_timed_again(monkeypatch):
     monkeypatch.setattr(tune.timing, "measure", counted)
     fake = Fake()
     assert next(tune.sweep("toy", [of_two_types(fake, COSTS_BY_TYPE)], fake, str))[1] == {"warps": 4}
-    names = {warps: [f'{{"warps": {warps}}} {dtype}' for dtype in tune.BOTH_TYPES] for warps in COSTS_BY_TYPE}
-    first, second, third = names.values()
+    first, second, third = (
+        [f'{{"warps": {warps}}} float16', f'{{"warps": {warps}}} bfloat16'] for warps in COSTS_BY_TYPE
+    )
     assert timed[:2] == [([*first, *second], 3), (third, 3)]
     assert timed[2][1] == 9 and timed[2][0] in ([*first, *third], [*second, *third])
 

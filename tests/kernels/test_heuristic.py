@@ -1,5 +1,6 @@
 """The heuristic of `w4a16_gemm`: in its space, fitted to what is recorded, and near the best where nothing is."""
 
+import itertools
 import json
 from statistics import geometric_mean
 
@@ -166,7 +167,8 @@ def test_a_launch_beside_another_takes_what_is_recorded_for_it(monkeypatch):
     recorded = {"w4a16_gemm_tail": {"w4 m16 8192x8192": {"tail": 1}}, "w4a16_gemm": {}}
     recorded["w4a16_gemm"] = {"w4 m16 8192x8192": {"alone": 16}, "w4 m32 8192x8192": {"alone": 32}}
     monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded[kernel].get(key))
-    configs = [w4a16_choice.configuration(m, 8192, 8192, 4, "cpu", beside) for m in (9, 25) for beside in (False, True)]
+    places = itertools.product((9, 25), (False, True))
+    configs = [w4a16_choice.configuration(m, 8192, 8192, 4, "cpu", beside) for m, beside in places]
     assert configs == [{"alone": 16}, {"tail": 1}, {"alone": 32}, {"alone": 32}]
     every = {beside: w4a16_choice.chosen_from(40, 4, (9, 0), beside) for beside in (False, True)}
     assert any(map(w4a16_plans.is_unrolled, every[False])) and not any(map(w4a16_plans.is_unrolled, every[True]))
