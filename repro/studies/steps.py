@@ -1,6 +1,6 @@
 """Time of a 4-bit layer by its number of tokens: finds cliffs where a path, a tile or a configuration changes.
 
-    python -m repro.studies.steps --out DIR     # on a GPU, about 160 s; measures what the file lacks
+    python -m repro.studies.steps --out DIR     # on a GPU, about 110 s; measures what the file lacks
 
 Writes `DIR/steps.json`: microseconds of `linear` (W4 g128, bf16) at numbers of tokens from 8 to 600, pairs of
 neighbours where anything changes, next to those of every path that it could take and of cuBLAS in bf16; then says which
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from repro.bench import bench, timing
+from repro.bench import bench, stored_peers, timing
 from repro.bench.task import Layer
 from repro.core.files import write_text
 from repro.kernels import dequantize, linear, nvrtc, w4a16_choice, w4a16_gemm, wna16_gemv
@@ -36,12 +36,7 @@ from repro.kernels.packing import PackedWeight
 from repro.studies import space
 from repro.studies.measurement_folder import file_of_command_line
 
-SHAPES = [  # of Llama 3 (8B, 70B), Llama 2 (7B, 13B), then of smaller models
-    *((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (28672, 8192)),
-    *((8192, 28672), (11008, 4096), (4096, 11008), (5120, 5120), (13824, 5120), (5120, 13824)),
-    *((1024, 4096), (3072, 3072), (1024, 3072), (8192, 3072), (3072, 8192)),
-    *((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192)),
-]
+LLAMA_3 = [(4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (28672, 8192)]
 EDGES = (
     *(8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 224, 256),
     *(288, 320, 328, 336, 344, 352, 360, 368, 384, 512),
@@ -53,6 +48,11 @@ SAME = 1.02  # times as long is the same within noise
 LEAST_WEIGHTS = 4096 * 4096  # of a layer of which the second target is asked
 
 Times = Mapping[str, Mapping[str, Mapping[str, float]]]  # by shape, tokens and who
+
+
+def shapes() -> list[tuple[int, int]]:
+    """(N, K) of the layers: those of Llama 3 8B and 70B, then all others for which peers are stored."""
+    return LLAMA_3 + [shape for shape in stored_peers.shapes() if shape not in LLAMA_3]
 
 
 def candidates(x: Tensor, copies: Sequence[PackedWeight], dense: Sequence[Tensor]) -> dict[str, list[Callable]]:
@@ -138,7 +138,7 @@ def record(out: Path) -> dict[str, Any]:
     content |= about
     backend = timing.Cuda()
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        for shape in SHAPES:
+        for shape in shapes():
             name = f"{shape[0]}x{shape[1]}"
             if name not in content["times"]:
                 content["times"][name] = measure(shape, backend, pool)

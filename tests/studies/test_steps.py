@@ -51,8 +51,8 @@ def test_slower_than_bf16_is_named_in_the_mean_and_at_the_worst_layer():
 def test_two_of_three_targets_hold_where_they_are_recorded(path):
     """The log says which steps are larger; there are no more of them, and a complete record has every layer."""
     recorded = json.loads(path.read_text(encoding="utf-8"))["times"]
-    assert set(recorded) == {f"{n}x{k}" for n, k in steps.SHAPES}
+    assert set(recorded) == {f"{n}x{k}" for n, k in steps.shapes()}
     missed = steps.verdicts(recorded)
     assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 16
-    of_llama_3 = {f"{n}x{k}": recorded[f"{n}x{k}"] for n, k in steps.SHAPES[:7]}
+    of_llama_3 = {f"{n}x{k}": recorded[f"{n}x{k}"] for n, k in steps.LLAMA_3}
     assert len(steps.verdicts(of_llama_3)["step"]) <= 1
