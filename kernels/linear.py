@@ -145,18 +145,27 @@ def tokens_of_head(x: Tensor, rows: int, columns: int, bits: int) -> int:
     return w4a16_beside.tokens_of_head(x.shape[0], rows, columns, bits, x.device)
 
 
+def launch_two(x: Tensor, packed: PackedWeight, head: int, tail: dict | None = None) -> Tensor:
+    """y [M, N] by two launches beside each other, unchecked; arguments as of `prepare_two`."""
+    form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+    return prepare_two(x, head, *form, tail)(x, packed.codes, packed.scale_zero)
+
+
 def prepare_two(
-    x: Tensor, head: int, bits: int, group: int, rows: int, columns: int, symmetric: bool
+    x: Tensor, head: int, bits: int, group: int, rows: int, columns: int, symmetric: bool, tail: dict | None = None
 ) -> Callable[..., Tensor]:
-    """Two launches for activations like x: the first `head` tokens, and beside them the others."""
+    """Two launches for activations like x: the first `head` tokens, and beside them the others.
+
+    The second one's configuration is `tail`, or that which is chosen for it.
+    """
     form, count = (bits, group, rows, columns, symmetric), x.shape[0] - head
     config = configuration(head, rows, columns, bits, x.device)
     kernel, first = w4a16_gemm.planned(x, head, *form, config, "HEAD")
     if count <= w4a16_beside.MOST_DECODED:
         second = wna16_gemv.tail(x, head, *form)
     else:
-        config = configuration(count, rows, columns, bits, x.device, beside=True)
-        _, second = w4a16_gemm.planned(x, count, *form, config, "TAIL", head)
+        tail = tail or configuration(count, rows, columns, bits, x.device, beside=True)
+        _, second = w4a16_gemm.planned(x, count, *form, tail, "TAIL", head)
     write = kernel.in_a_row(("x", "codes", "scale_zero", "y"), (first, second))
     made = blank(x.dtype, x.shape[0], rows)
 

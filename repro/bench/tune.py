@@ -31,8 +31,17 @@ from repro.bench.stored_peers import COUNTS, shapes
 from repro.bench.task import Layer, Task
 from repro.core.errors import UserError, unknown
 from repro.core.files import one_at_a_time, reading, short_hash, write_text
-from repro.kernels import nvrtc, q4_k_planes, w4a16_choice, w4a16_tiles
-from repro.kernels.launch_config import FOLDER, device_slug
+from repro.kernels import (
+    linear,
+    nvrtc,
+    q4_k_planes,
+    w4a16_beside,
+    w4a16_choice,
+    w4a16_estimates,
+    w4a16_plans,
+    w4a16_tiles,
+)
+from repro.kernels.launch_config import FOLDER, capability_of, device_slug, processors
 from repro.store.kernel_rows import USES
 
 DONE = Path("build") / "tune"  # a file a device and kernel: keys that were swept, with the hash of their space
@@ -40,6 +49,10 @@ TIE = 0.01  # within so much of the fastest, the configuration that comes first 
 AT_ONCE = 12  # configurations that are measured together; each has its copies of the weights
 ROUNDS, FIRST_ROUNDS = 9, 3  # of the fastest AT_ONCE of a larger space; of all of it before
 MOST_WORKERS = 16  # processes that compile
+MOST_ESTIMATED = 100  # configurations of W4A16 that are tried at a key; what is recorded is among them
+HEAD = w4a16_beside.LEAST_HEAD  # tokens of the first of two launches, behind which the second is timed
+SECOND = [m for m in w4a16_choice.TOKENS if w4a16_beside.MOST_DECODED < m <= w4a16_beside.MOST_TAIL]
+MODULES = {w4a16_choice.TAIL: "w4a16_gemm"}  # of what is tuned, where it is not a kernel's own name
 BOTH_TYPES = ("float16", "bfloat16")  # of activations whose configurations are the same
 Q4_K_STEP = (  # products of layers that share an input, of Llama 3 8B, Llama 2 7B, 13B and 70B: q, k, v; gate, up
     *((6144, 4096), (28672, 4096), (12288, 4096), (22016, 4096)),
@@ -86,12 +99,13 @@ def _points(
     cases: Iterable[Case],
     hot: tuple[str, ...] = ("x",),
     key: Callable[[Case], str] | None = None,
-    fits: Callable[[Case, Config], bool] = lambda case, config: True,
+    space_of: Callable[[Case], Sequence[Config]] | None = None,
     types: tuple[str, ...] = ("",),
 ) -> list[TuningPoint]:
     """A kernel whose `launch(*inputs, config)` takes what its `make_inputs` gives and returns the output, at cases.
 
-    With `types` a case is of each of them, and so is the output of a launch that is told its type.
+    Of a case all of `SPACE` is tried, or what `space_of` says of it. With `types` a case is of each of them, and so is
+    the output of a launch that is told its type.
     """
     module = load(name)
     parameters = inspect.signature(module.launch).parameters
@@ -110,8 +124,8 @@ def _points(
     key = key or module.tuning_key
     points = []
     for case in cases:
-        configs = [config for config in module.SPACE if fits(case, config)]
-        points.append(TuningPoint(key(case), configs, functools.partial(prepare, case), types))
+        space = space_of(case) if space_of else module.SPACE
+        points.append(TuningPoint(key(case), space, functools.partial(prepare, case), types))
     return points
 
 
@@ -133,13 +147,46 @@ def _wna16_gemv() -> list[TuningPoint]:
 
 
 def _w4a16_gemm() -> list[TuningPoint]:
-    """A tile, which is trimmed to the tokens that there are, has at most 8 more of them, and 32 beyond 128 tokens."""
+    """Every number of tokens with a configuration of its own."""
     cases = _cases(*w4a16_choice.TOKENS, bits=4, group=128, symmetric=False)
+    return _points("w4a16_gemm", cases, key=w4a16_choice.tuning_key, space_of=_w4a16_space)
 
-    def fits(case: Case, config: Config) -> bool:
-        return w4a16_tiles.tokens_of(config) <= case["M"] + (32 if case["M"] > 128 else 8)
 
-    return _points("w4a16_gemm", cases, key=w4a16_choice.tuning_key, fits=fits)
+def _w4a16_space(case: Case) -> list[Config]:
+    """The `MOST_ESTIMATED` of W4A16 with the least estimates, of tiles for at most twice the tokens, or 32 more.
+
+    A tile is trimmed to the tokens that there are. On an H200 the fastest of what was measured of ten other layers was
+    among the 48 with the least estimates in all 50 cases (`space.json`).
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = case["M"], case["N"], case["K"], case["bits"], processors(device)
+    most = case["M"] + 32 if case["M"] > 128 else 2 * case["M"]
+    able = []
+    for config in load("w4a16_gemm").SPACE:
+        if w4a16_tiles.tokens_of(config) <= most and w4a16_plans.runs(config, capability_of(device)):
+            able.append(config)
+    return sorted(able, key=lambda config: w4a16_estimates.estimate(config, *sizes))[:MOST_ESTIMATED]
+
+
+def _w4a16_gemm_tail() -> list[TuningPoint]:
+    """The second of two launches beside each other, behind `HEAD` tokens."""
+    module = load("w4a16_gemm")
+
+    def prepare(case: Case) -> Callable[[Config], list[Task]]:
+        x, packed = module.make_inputs({**case, "M": HEAD + case["M"]}, "cuda")
+        linear.launch_two(x, packed, HEAD)  # compiles the first launch, which all have in common
+
+        def tasks(config: Config) -> list[Task]:
+            launch = functools.partial(linear.launch_two, head=HEAD, tail=dict(config))
+            return [Task(w4a16_choice.TAIL, launch, {"x": x, "packed": packed}, module.reference, 4e-3)]
+
+        return tasks
+
+    points = []
+    for case in _cases(*SECOND, bits=4, group=128, symmetric=False):
+        key = w4a16_choice.tuning_key(case)
+        points.append(TuningPoint(key, _w4a16_space(case), functools.partial(prepare, case)))
+    return points
 
 
 def _q4_k(name: str) -> list[TuningPoint]:
@@ -209,6 +256,7 @@ TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {
     "read_floor": _read_floor,
     "wna16_gemv": _wna16_gemv,
     "w4a16_gemm": _w4a16_gemm,
+    w4a16_choice.TAIL: _w4a16_gemm_tail,
     "w8a8_gemv": lambda: _points("w8a8_gemv", _cases(1, 2, 4, 8), types=BOTH_TYPES),
     "q4_k_gemv": lambda: _q4_k("q4_k_gemv"),
     "q4_k_naive_sparse": lambda: _q4_k("q4_k_naive_sparse"),
@@ -463,7 +511,7 @@ def tune(kernel: str, layers: Sequence[tuple[int, int]] = ()) -> Path:
     if kernel not in TUNABLE:
         load(kernel)  # is there such a kernel?
         raise UserError(f"tune: {kernel} has a single launch configuration; choose from: {', '.join(sorted(TUNABLE))}")
-    module = load(kernel)
+    module = load(MODULES.get(kernel, kernel))
     if not torch.cuda.is_available():
         raise UserError("tune: this machine has no CUDA device; without a file of configurations heuristics are used")
     if reason := module.unsupported("cuda"):

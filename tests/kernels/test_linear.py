@@ -130,6 +130,26 @@ def test_two_launches_beside_each_other_on_the_cpu(case, monkeypatch, recorded):
         assert error(y, w4a16_gemm.reference(other, packed)) < (1e-3 if dtype == torch.float16 else 4e-3)
 
 
+def test_a_second_launch_has_the_configuration_that_is_given_for_it(monkeypatch):
+    """As a sweep gives it; without one that which is chosen."""
+    parts = {}
+
+    class Kernel:
+        def in_a_row(self, names, steps):
+            return lambda x, codes, scale_zero, y: None
+
+    def planned(x, count, bits, group, rows, columns, symmetric, config, part="", before=0):
+        parts[part] = count, config, before
+        return Kernel(), None
+
+    monkeypatch.setattr(w4a16_gemm, "planned", planned)
+    monkeypatch.setattr(linear, "configuration", lambda m, *_, beside=False: {"chosen": m})
+    x, packed = inputs(300, 64, 256)
+    for tail, want in (({"given": 1}, {"given": 1}), (None, {"chosen": 44})):
+        assert linear.launch_two(x, packed, 256, tail).shape == (300, 64)
+        assert parts == {"HEAD": (256, {"chosen": 256}, 0), "TAIL": (44, want, 256)}
+
+
 @cuda_on_cpu.NEEDS_COMPILER
 def test_a_dense_weight_is_that_of_its_call(monkeypatch, recorded):
     monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
