@@ -7,11 +7,11 @@ import pytest
 gc.disable()  # until all tests are collected
 LONGEST = (  # of these only the first needs the build that workers share at once; the longest first
     "test_workflow.py", "test_page.py", "test_compress.py", "test_interrupt.py", "test_kernels_triton.py",
-    "test_w4a16_gemm.py", "test_engine.py", "test_zeroshot.py", "test_judging.py", "test_limited.py", "test_pool.py",
-    "test_bad_input.py", "test_accept.py", "test_engine_sparse.py", "test_statistics.py", "test_spinquant.py",
-    "test_q4_k.py", "test_wna16_gemv.py", "test_switching.py", "test_package.py", "test_qat.py", "test_baselines.py",
-    "test_coverage.py", "test_bitbybit.py", "test_sanitize.py", "test_precision.py", "test_kernels_import.py",
-    "test_w2a2.py", "test_spear.py",
+    "test_w4a16_compiled.py", "test_w4a16_gemm.py", "test_engine.py", "test_zeroshot.py", "test_judging.py",
+    "test_limited.py", "test_pool.py", "test_bad_input.py", "test_accept.py", "test_engine_sparse.py",
+    "test_statistics.py", "test_spinquant.py", "test_q4_k.py", "test_wna16_gemv.py", "test_switching.py",
+    "test_package.py", "test_qat.py", "test_baselines.py", "test_coverage.py", "test_bitbybit.py", "test_sanitize.py",
+    "test_precision.py", "test_kernels_import.py", "test_w2a2.py", "test_spear.py",
 )  # fmt: skip
 
 STORED = ("test_page.py", "test_once.py", "test_content.py", "test_choose.py")  # they show what is accepted
