@@ -107,7 +107,7 @@ struct Tensor { const char *from, *to; };
 std::vector<Tensor> tensors;
 std::atomic<int> outside{0}; // reads of something else, and writes of shared memory behind what was asked for
 std::atomic<int> unread{0};  // bulk copies that a block leaves in flight
-bool early = false;          // whether boxes land at once, not when somebody waits for them
+bool boxes_land_early = false;
 __thread Block *block;
 __thread Cluster *cluster;
 __thread u32 rank_here;
@@ -330,7 +330,7 @@ void copy_box(u32 to, const TensorMap *map, u32 column, u32 row, u32 p, u32 bloc
         if (blocks >> rank & 1) post(rank, [=] {
             Signal &there = block->signals[p];
             there.copies.insert(there.copies.end(), copies.begin(), copies.end());
-            if (early) land_all(there);
+            if (boxes_land_early) land_all(there);
         });
 }
 void copy_box(u32 to, const TensorMap *map, u32 column, u32 row, u32 p) {
@@ -503,7 +503,7 @@ static void run_block(const Launch &launch, u32 index, u32 rank, Cluster *of) {
 }
 int run(const Launch &launch, u32 count, void **starts, const u64 *sizes) {
     tensors.clear(), outside = 0, unread = 0;
-    early = getenv("BOXES_LAND_EARLY") != nullptr;
+    boxes_land_early = launch.boxes_land_early;
     for (u32 i = 0; i < count; i++) tensors.push_back({(const char *)starts[i], (const char *)starts[i] + sizes[i]});
     // From the last cluster to the first: what one writes behind its own part stays, where the next would write over it.
     for (u32 first = launch.grid / launch.cluster * launch.cluster; first >= launch.cluster;) {

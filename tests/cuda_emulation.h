@@ -187,6 +187,7 @@ struct Launch {
     void (*kernel)(void **at);
     char *(*shared)(); // memory of the thread that asks
     u32 shared_bytes;  // of it that a block asks for
+    bool boxes_land_early; // at the next wait of a block for any signal, not at that for theirs
 };
 // How often the launch reads outside the `count` tensors that it is given and writes shared memory that no block asks
 // for; or minus how many pieces of bulk copies blocks leave in flight; or NEVER_ENDS.

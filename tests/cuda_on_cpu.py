@@ -64,9 +64,10 @@ def _launcher(path: Path, name: str, cluster: int, macros: tuple[tuple[str, obje
     stub = _header().with_name(f"{name}-{next(COUNT)}.cpp")  # a library that is loaded cannot be written over
     stub.write_text(
         f'#include "{path}"\n'
-        'extern "C" int launch(u32 grid, u32 threads, u32 shared_bytes, void **at, u32 count, void **starts,\n'
-        "                      u64 *sizes) {\n"
-        f"    const Launch one = {{grid, threads, {cluster}, at, call_with<{name}>, shared_here, shared_bytes}};\n"
+        'extern "C" int launch(u32 grid, u32 threads, u32 shared_bytes, u32 boxes_land_early, void **at, u32 count,\n'
+        "                      void **starts, u64 *sizes) {\n"
+        f"    const Launch one = {{grid, threads, {cluster}, at, call_with<{name}>, shared_here, shared_bytes,\n"
+        "                        boxes_land_early != 0};\n"
         "    return run(one, count, starts, sizes);\n"
         "}\n"
     )
@@ -75,8 +76,10 @@ def _launcher(path: Path, name: str, cluster: int, macros: tuple[tuple[str, obje
     return ctypes.CDLL(str(library)).launch
 
 
-def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int = 0) -> Callable:
-    """A stand-in for `nvrtc.load`."""
+def load(
+    path: Path, name: str, macros: dict, device: object, shared_bytes: int = 0, *, boxes_land_early: bool = False
+) -> Callable:
+    """A stand-in for `nvrtc.load`; boxes of tensor maps land when somebody waits for them, or as early as they may."""
     assert shared_bytes <= SHARED_BYTES, f"{name} with {macros} takes {shared_bytes} bytes of shared memory"
     cluster = max((macros[key] for key in CLUSTER if key in macros), default=1)
     function = _launcher(path, name, cluster, tuple(macros.items()))
@@ -89,7 +92,7 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
         sizes = (ctypes.c_uint64 * len(memory))(*(size for _, size in memory))
         room = nvrtc.Room(arguments)
         room.fill(arguments)
-        outside = function(grid, block, shared_bytes, room.pointers, len(memory), starts, sizes)
+        outside = function(grid, block, shared_bytes, boxes_land_early, room.pointers, len(memory), starts, sizes)
         assert outside != NEVER_ENDS, f"{name} with {macros} never ends: every thread of a cluster waits"
         assert outside >= 0, f"{name} with {macros} leaves {-outside} pieces of bulk copies in flight"
         where = "the tensors or the shared memory that it was given"

@@ -4,6 +4,8 @@ import cuda_on_cpu
 import pytest
 import torch
 
+from repro.kernels import nvrtc
+
 pytestmark = cuda_on_cpu.NEEDS_COMPILER
 SOURCE = """
 __global__ void widen(const u16 *halves, float *floats, int count) {
@@ -27,6 +29,21 @@ __global__ void before_and_after_the_wait(const float *from, float *to) {
     to[threadIdx.x] = load4(threadIdx.x * 16);
     wait_for_copies<0>();
     to[blockDim.x + threadIdx.x] = load4(threadIdx.x * 16);
+}
+__global__ void before_and_after_the_wait_for_a_box(const __grid_constant__ TensorMap map, u16 *to) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 landed = shared_address(shared) + 128, other = landed + 8;
+    if (threadIdx.x == 0) {
+        signal_init(landed, 1), signal_init(other, 1);
+        signal_expect(landed, 128), signal_arrive(other);
+        copy_box(shared_address(shared), &map, 0, 0, landed);
+    }
+    __syncthreads();
+    signal_wait(other, 0);
+    to[threadIdx.x] = at_shared<u16>(threadIdx.x * 2);
+    __syncthreads();
+    signal_wait(landed, 0);
+    to[blockDim.x + threadIdx.x] = at_shared<u16>(threadIdx.x * 2);
 }
 __global__ void where_it_runs(int *to) {
     if (threadIdx.x == 0) to[blockIdx.x] = gridDim.x * 1000 + blockDim.x;
@@ -53,8 +70,9 @@ def launch(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "kernels.cu"
     path.write_text(SOURCE)
 
-    def run(name, *arguments, shared_bytes=512, **macros):
-        cuda_on_cpu.load(path, name, macros, "cpu", shared_bytes)(*arguments)
+    def run(name, *arguments, shared_bytes=512, boxes_land_early=False, **macros):
+        kernel = cuda_on_cpu.load(path, name, macros, "cpu", shared_bytes, boxes_land_early=boxes_land_early)
+        kernel(*arguments)
 
     return run
 
@@ -96,6 +114,16 @@ def test_copies_land_when_they_are_waited_for(launch):
     launch("before_and_after_the_wait", 1, 32, values, read)
     assert read[0].isnan().all()
     assert torch.equal(read[1], values[::4])
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_boxes_land_when_they_are_waited_for_or_at_any_wait_before(launch, early, monkeypatch):
+    monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
+    values, read = torch.arange(64).to(torch.float16).view(1, 64), torch.zeros(2, 64, dtype=torch.float16)
+    tensor_map = nvrtc.TensorMap(values, box=1)
+    launch("before_and_after_the_wait_for_a_box", 1, 64, tensor_map, read, boxes_land_early=early)
+    assert torch.equal(read[0], values[0]) if early else read[0].isnan().all()
+    assert torch.equal(read[1], values[0])
 
 
 def test_every_block_knows_its_grid(launch):

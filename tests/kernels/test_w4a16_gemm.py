@@ -247,8 +247,7 @@ def test_multicast_source_with_known_columns_on_the_cpu(case, monkeypatch):
 @pytest.mark.parametrize("case", some_slow(KNOWN_MULTICAST_CASES[4:7], (1, 2)), ids=str)
 def test_no_stage_is_filled_before_all_have_read_it(case, monkeypatch):
     """Without a producer: boxes land as early as they may, while products run as late as they may."""
-    monkeypatch.setenv("BOXES_LAND_EARLY", "1")
-    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    monkeypatch.setattr(nvrtc, "load", functools.partial(cuda_on_cpu.load, boxes_land_early=True))
     monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     x, packed, config = of_known_multicast(case)
