@@ -15,6 +15,7 @@ source makes the vector as well: `rms_norm_active.py`, `silu_product_active.py`.
 """
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from repro.kernels import nvrtc
 from repro.kernels.launch_config import lacks
-from repro.kernels.operators import operator
+from repro.kernels.operators import VECTOR, operator
+from repro.kernels.prepared import blank
 from repro.kernels.q4_k_planes import X, kept, scratch
 from repro.kernels.triton_language import tl, triton
 
@@ -94,15 +96,30 @@ def active_inputs_kernel(  # noqa: ANN201
 
 def launch(x: Tensor, threshold: float, ordered: bool = True) -> Tensor:
     """active of the operator, computed by the kernel; `x` is not checked."""
+    return prepare(x, threshold, ordered)(x)
+
+
+def prepare(x: Tensor, threshold: float, ordered: bool = True) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one."""
     columns = x.shape[1]
-    active = torch.empty(columns + 1, dtype=torch.int32, device=x.device)
-    if ordered:
-        run(NOTHING, columns, threshold, active, x)
+    allocate = blank(torch.int32, columns + 1)
+    fill = prepared(NOTHING, columns, threshold, x) if ordered else unordered(x, threshold)
+
+    def launch(x: Tensor, *_: object) -> Tensor:
+        active = allocate(x)
+        fill(active, x)
         return active
+
+    return launch
+
+
+def unordered(x: Tensor, threshold: float) -> Callable[[Tensor, Tensor], None]:
+    """What fills a list as segments arrive, for x like this one; it takes the list and x."""
+    columns = x.shape[1]
     segments = triton.cdiv(columns, SEGMENT)
     state = scratch("active_inputs", 1, torch.int32, x.device)
-    active_inputs_kernel[(segments,)](x, active, state, columns, threshold, segments, SEGMENT=SEGMENT, num_warps=8)
-    return active
+    kernel = active_inputs_kernel[(segments,)]
+    return lambda active, x: kernel(x, active, state, columns, threshold, segments, SEGMENT=SEGMENT, num_warps=8)
 
 
 def run(
@@ -110,16 +127,34 @@ def run(
     total: Tensor | None = None, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0,
 ) -> None:  # fmt: skip
     """Launch the source, which fills `active` and, by what it makes, `y` and `total`; nothing is checked."""
+    launch = prepared(makes, columns, threshold, x, residual, weight, eps)
+    launch(active, x, y, total, residual, weight)
+
+
+def prepared(
+    makes: int, columns: int, threshold: float, x: Tensor, residual: Tensor | None = None,
+    weight: Tensor | None = None, eps: float = 0.0,
+) -> Callable[..., None]:  # fmt: skip
+    """The launch of `run` for calls like this one; outputs begin at multiples of 16 bytes, as new memory does."""
     blocks = 1
     if lacks("active_inputs", x.device, (9, 0)) is None:
         blocks = BLOCKS if columns <= LARGE else 2 * BLOCKS
-    given = [tensor for tensor in (x, residual, weight, y, total) if tensor is not None]
-    aligned = columns % EIGHT == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in given)
+    given = [tensor for tensor in (x, residual, weight) if tensor is not None]
+    aligned = columns % EIGHT == 0 and all(tensor.data_ptr() % VECTOR == 0 for tensor in given)
     macros = {"MAKES": makes, "RESIDUAL": int(residual is not None), "TYPE": TYPES[x.dtype], "ALIGNED": int(aligned)}
     macros |= {"CLUSTER": blocks} | sizes(columns, blocks)
     function = nvrtc.load(SOURCE, "active_inputs", macros, x.device, shared_bytes(macros))
-    tensors = (tensor if tensor is not None else x for tensor in (x, residual, weight, y, total))
-    function(blocks, 32 * macros["WARPS"], *tensors, active, columns, bits_of(eps), bits_of(threshold))
+    names = "x", "residual", "weight", "y", "total", "active"
+    step = function.step(blocks, 32 * macros["WARPS"], (*names, columns, bits_of(eps), bits_of(threshold)))
+    write = function.in_a_row(names, (step,))
+
+    def launch(
+        active: Tensor, x: Tensor, y: Tensor | None = None, total: Tensor | None = None,
+        residual: Tensor | None = None, weight: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        write(*[x if tensor is None else tensor for tensor in (x, residual, weight, y, total)], active)
+
+    return launch
 
 
 def sizes(columns: int, blocks: int) -> dict[str, int]:
@@ -152,4 +187,5 @@ active_inputs = operator(
     {"x": X},
     empty=lambda x, *rest, **more: torch.empty(x.shape[1] + 1, dtype=torch.int32, device=x.device),
     limit=limit,
+    prepare=prepare,
 )

@@ -15,10 +15,11 @@ vector in float32 before y is rounded, waits for it. The paper puts all of it in
 every column of x, so that every thread block of it would compute or wait for the same latent vector.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from repro.kernels import nvrtc, wna16_gemv
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 from repro.kernels.packing import TENSORS, TILE, PackedWeight, dequantize, misfit
+from repro.kernels.prepared import blank
 
 SOURCE = Path(__file__).with_suffix(".cu")
 THREADS, SPLITS = 256, 8  # of a thread block; blocks of a cluster: as many as every device with clusters has
@@ -281,16 +283,56 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """y of the operator by the kernel; `config` is that of the product, by default the tuned one of `wna16_gemv`."""
     form = (bits, group, rows, columns, symmetric)
+    spans = first, end, first2, end2, first3, end3
+    run = prepared(x, down, form, spans, hidden_of(gates, down.shape[1]), config)
+    return run(x, codes, scale_zero, down, scales, up, gates)
+
+
+def prepare(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, down: Tensor, scales: Tensor, up: Tensor, bits: int, group: int,
+    rows: int, columns: int, symmetric: bool, first: int, end: int, first2: int = 0, end2: int = 0, first3: int = 0,
+    end3: int = 0, gates: Tensor | None = None,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """The launches of the operator for calls like this one, with the product's tuned configuration."""
+    form = (bits, group, rows, columns, symmetric)
+    spans = first, end, first2, end2, first3, end3
+    run = prepared(x, down, form, spans, hidden_of(gates, down.shape[1]))
+
+    def launch(
+        x: Tensor, codes: Tensor, scale_zero: Tensor, down: Tensor, scales: Tensor, up: Tensor, *numbers: Any
+    ) -> Tensor:
+        return run(x, codes, scale_zero, down, scales, up, numbers[-1] if gated else None)
+
+    gated = gates is not None
+    return launch
+
+
+def prepared(
+    x: Tensor, down: Tensor, form: tuple, spans: tuple[int, ...], hidden: int, config: dict[str, int] | None = None
+) -> Callable[..., Tensor]:
+    """Both launches for tensors like these; they take the operator's tensors in order, gates being the last."""
     count, R, _ = down.shape
-    latent, product, grid, block, width = _plan(form, x.dtype, R, hidden_of(gates, R), x.device, **(config or {}))
-    if width != columns:
-        x = torch.nn.functional.pad(x, (0, width - columns))
-    elif x.data_ptr() % VECTOR:
-        x = x.clone()
-    z, y = scales.new_empty(count, R), x.new_empty(1, rows)
-    latent(count * SPLITS, THREADS, down, scales if gates is None else gates, scales, x, z)
-    product(grid, block, codes, scale_zero, x, y, rows, 1, up, z, first, end, first2, end2, first3, end3)
-    return y
+    rows, columns = form[2:4]
+    latent, product, grid, block, width = _plan(form, x.dtype, R, hidden, x.device, **(config or {}))
+    gate = "gates" if hidden else "scales"
+    first = latent.step(count * SPLITS, THREADS, ("down", gate, "scales", "x", "z"))
+    parameters = "codes", "scale_zero", "x", "y", rows, 1, "up", "z", *spans
+    second = product.step(grid, block, parameters, beside=True)
+    write = latent.in_a_row(("x", "codes", "scale_zero", "down", "scales", "up", "gates", "z", "y"), (first, second))
+    allocate, allocate_latent = blank(x.dtype, 1, rows), blank(torch.float32, count, R)
+
+    def run(
+        x: Tensor, codes: Tensor, scale_zero: Tensor, down: Tensor, scales: Tensor, up: Tensor, gates: Tensor | None
+    ) -> Tensor:
+        if width != columns:
+            x = torch.nn.functional.pad(x, (0, width - columns))
+        elif x.data_ptr() % VECTOR:
+            x = x.clone()
+        z, y = allocate_latent(x), allocate(x)
+        write(x, codes, scale_zero, down, scales, up, scales if gates is None else gates, z, y)
+        return y
+
+    return run
 
 
 def limit(
@@ -328,4 +370,5 @@ compensated_gemv = operator(
     },
     empty=lambda x, codes, scale_zero, down, scales, up, bits, group, rows, *rest, **more: x.new_empty(1, rows),
     limit=limit,
+    prepare=prepare,
 )

@@ -7,11 +7,14 @@ A program has a few rows and walks along the columns; K is known when compiling,
 the columns of a load do not divide it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, Argument, operator
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # output and input channels (ragged ones; layers of Llama 3), dtype, seed
@@ -76,13 +79,25 @@ def configuration(rows: int, columns: int, device: torch.device | str) -> dict:
 
 def launch(x: Tensor, w: Tensor, config: dict | None = None) -> Tensor:
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
+    return prepare(x, w, config)(x, w)
+
+
+def prepare(x: Tensor, w: Tensor, config: dict | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The launch of the operator for calls like this one, with one configuration of SPACE or the tuned one."""
     rows, columns = w.shape
     config = config or configuration(rows, columns, x.device)
-    y = x.new_empty(1, rows)
-    dense_gemv_kernel[(triton.cdiv(rows, config["rows"]),)](
-        x, w, y, rows, K=columns, ROWS=config["rows"], COLUMNS=config["columns"], num_warps=config["warps"]
+    grid = (triton.cdiv(rows, config["rows"]),)
+    kernel = Prepared(
+        dense_gemv_kernel, grid, K=columns, ROWS=config["rows"], COLUMNS=config["columns"], num_warps=config["warps"]
     )
-    return y
+    allocate = blank(x.dtype, 1, rows)
+
+    def launch(x: Tensor, w: Tensor) -> Tensor:
+        y = allocate(x)
+        kernel(x, w, y, rows)
+        return y
+
+    return launch
 
 
 def on_cuda(x: Tensor, w: Tensor) -> Tensor:
@@ -96,4 +111,5 @@ dense_gemv = operator(
     on_cuda,
     {"x": Argument(HALVES, "1 K"), "w": Argument("x", "N K")},
     empty=lambda x, w: x.new_empty(1, w.shape[0]),
+    prepare=prepare,
 )

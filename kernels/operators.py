@@ -161,6 +161,7 @@ def operator(
     overload = getattr(torch.ops.lowbit, name).default
     function = direct(name, overload, positions, len(signature.parameters), facts, known)
     function.check = check  # of a tuple of all arguments, for callers that launch nothing
+    function.prepare = prepare
     return function
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from repro.kernels import nvrtc
 from repro.kernels import q4_k_planes as planes
 from repro.kernels.launch_config import LaunchPlan, lacks, launch_config, processors, registers
-from repro.kernels.operators import operator
+from repro.kernels.operators import VECTOR, operator
+from repro.kernels.prepared import blank
 from repro.kernels.q4_k_planes import CODES, HEADERS, SUPER, X
 
 CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), dtype, seed
@@ -129,14 +130,26 @@ def plan(rows: int, columns: int, dtype: torch.dtype, config: dict, processors: 
 
 def launch(x: Tensor, codes: Tensor, headers: Tensor, config: dict | None = None) -> Tensor:
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
+    return prepare(x, codes, headers, config)(x, codes, headers)
+
+
+def prepare(x: Tensor, codes: Tensor, headers: Tensor, config: dict | None = None) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with one configuration of SPACE or the tuned one."""
     rows, columns = codes.shape[0], x.shape[1]
     config = config or launch_config("q4_k_gemv", f"{rows}x{columns}", x.device) or heuristic(columns)
-    if x.data_ptr() % 16:
-        x = x.clone()
-    y = x.new_empty(1, rows)
     kernel, how = prepared(rows, columns, x.dtype, x.device, **config)
-    kernel(how.grid, how.threads, codes, headers, x, y, rows)
-    return y
+    step = kernel.step(how.grid, how.threads, ("codes", "headers", "x", "y", rows))
+    write = kernel.in_a_row(("codes", "headers", "x", "y"), (step,))
+    allocate = blank(x.dtype, 1, rows)
+
+    def launch(x: Tensor, codes: Tensor, headers: Tensor) -> Tensor:
+        if x.data_ptr() % VECTOR:
+            x = x.clone()
+        y = allocate(x)
+        write(codes, headers, x, y)
+        return y
+
+    return launch
 
 
 @cache
@@ -160,4 +173,5 @@ q4_k_gemv = operator(
     {"x": X, "codes": CODES, "headers": HEADERS},
     empty=lambda x, codes, headers: x.new_empty(1, codes.shape[0]),
     limit=lambda x, codes, headers: planes.misfit(x, codes),
+    prepare=prepare,
 )

@@ -9,6 +9,8 @@ Bytes moved: all of the planes unless fewer than one of 64 columns is listed. Th
 branches on every weight; this one does the listed ones alone, one after the other.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from repro.kernels import q4_k_planes as planes
 from repro.kernels.active_inputs import reference as listed
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import Argument, operator
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.q4_k_planes import CODES, HEADERS, X, header_factors
 from repro.kernels.triton_language import tl, triton
 
@@ -83,14 +86,28 @@ def q4_k_naive_sparse_kernel(  # noqa: ANN201
 
 def launch(x: Tensor, codes: Tensor, headers: Tensor, active: Tensor, config: dict | None = None) -> Tensor:
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
+    inputs = x, codes, headers, active
+    return prepare(*inputs, config)(*inputs)
+
+
+def prepare(
+    x: Tensor, codes: Tensor, headers: Tensor, active: Tensor, config: dict | None = None
+) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with one configuration of SPACE or the tuned one."""
     rows, columns = codes.shape[0], x.shape[1]
     config = config or launch_config("q4_k_naive_sparse", f"{rows}x{columns}", x.device) or DEFAULT
-    y = x.new_empty(1, rows)
-    q4_k_naive_sparse_kernel[(triton.cdiv(rows, config["rows"]),)](
-        x, codes, headers.view(torch.int32), active, y, rows, columns // 256,
-        ROWS=config["rows"], COLUMNS=config["columns"], num_warps=config["warps"],
-    )  # fmt: skip
-    return y
+    grid = (triton.cdiv(rows, config["rows"]),)
+    kernel = Prepared(
+        q4_k_naive_sparse_kernel, grid, ROWS=config["rows"], COLUMNS=config["columns"], num_warps=config["warps"]
+    )
+    allocate = blank(x.dtype, 1, rows)
+
+    def launch(x: Tensor, codes: Tensor, headers: Tensor, active: Tensor) -> Tensor:
+        y = allocate(x)
+        kernel(x, codes, headers.view(torch.int32), active, y, rows, columns // planes.SUPER)
+        return y
+
+    return launch
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, active: Tensor) -> Tensor:
@@ -105,4 +122,5 @@ q4_k_naive_sparse = operator(
     {"x": X, "codes": CODES, "headers": HEADERS, "active": ACTIVE},
     empty=lambda x, codes, *rest: x.new_empty(1, codes.shape[0]),
     limit=lambda x, codes, headers, active: planes.misfit(x, codes) or planes.wrong_list(x, active),
+    prepare=prepare,
 )

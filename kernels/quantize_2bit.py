@@ -7,12 +7,15 @@ x: fp16, bf16 or float32 [M, K], K a multiple of 32. Codes int32 [M, 2, G] in bi
 Every range includes 0, so that z is a code. A group with a NaN has a scale of NaN; its codes mean nothing.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from repro.kernels import w2a2_format as form
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 from repro.kernels.w2a2_format import quantized_group
 
@@ -80,10 +83,22 @@ def empty(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def launch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The results of the operator, computed by the kernel; `x` is not checked."""
-    results = empty(x)
-    groups = x.shape[1] // form.GROUP
-    quantize_2bit_kernel[(len(x), triton.cdiv(groups, GROUPS))](x, *results, groups, GROUPS=GROUPS, num_warps=4)
-    return results
+    return prepare(x)(x)
+
+
+def prepare(x: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """The launch of the operator for calls like this one."""
+    tokens, groups = len(x), x.shape[1] // form.GROUP
+    kernel = Prepared(quantize_2bit_kernel, (tokens, triton.cdiv(groups, GROUPS)), GROUPS=GROUPS, num_warps=4)
+    allocate_codes, allocate_zeros = blank(torch.int32, tokens, 2, groups), blank(torch.int32, tokens, groups)
+    allocate_scales = blank(torch.float32, tokens, groups)
+
+    def launch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        codes, scales, zeros = allocate_codes(x), allocate_scales(x), allocate_zeros(x)
+        kernel(x, codes, scales, zeros, groups)
+        return codes, scales, zeros
+
+    return launch
 
 
 def limit(x: Tensor) -> str | None:
@@ -91,4 +106,12 @@ def limit(x: Tensor) -> str | None:
     return f"x has {x.shape[1]} columns, no multiple of {form.GROUP}" if x.shape[1] % form.GROUP else None
 
 
-quantize_2bit = operator("quantize_2bit", reference, launch, {"x": Argument(FLOATS, "M K")}, empty=empty, limit=limit)
+quantize_2bit = operator(
+    "quantize_2bit",
+    reference,
+    launch,
+    {"x": Argument(FLOATS, "M K")},
+    empty=empty,
+    limit=limit,
+    prepare=prepare,
+)

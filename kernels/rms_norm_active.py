@@ -7,12 +7,15 @@ it runs and whose ordered list it gives: the thread blocks of a cluster have a s
 of squares, then how many outputs it lists. Bytes moved: those of `rms_norm`, and 4 (H + 1).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from repro.kernels import active_inputs, nvrtc, rms_norm
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import blank
 
 CASES = [  # columns, residual, threshold, dtype, seed
     {"H": 1301, "residual": True, "threshold": 0.7, "dtype": "float32", "seed": 0},
@@ -45,11 +48,26 @@ def launch(
     x: Tensor, weight: Tensor, eps: float, threshold: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, sum, active) of the operator, computed by the kernel; its tensors are not checked."""
+    inputs = x, weight, eps, threshold, residual
+    return prepare(*inputs)(*inputs)
+
+
+def prepare(
+    x: Tensor, weight: Tensor, eps: float, threshold: float, residual: Tensor | None = None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The launch of the operator for calls like this one."""
     columns = x.shape[1]
-    y, total = torch.empty_like(x), torch.empty_like(x)
-    active = torch.empty(columns + 1, dtype=torch.int32, device=x.device)
-    active_inputs.run(active_inputs.NORM, columns, threshold, active, x, y, total, residual, weight, eps)
-    return y, total, active
+    fill = active_inputs.prepared(active_inputs.NORM, columns, threshold, x, residual, weight, eps)
+    allocate, allocate_list = blank(x.dtype, 1, columns), blank(torch.int32, columns + 1)
+
+    def launch(
+        x: Tensor, weight: Tensor, eps: float, threshold: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y, total, active = allocate(x), allocate(x), allocate_list(x)
+        fill(active, x, y, total, residual, weight)
+        return y, total, active
+
+    return launch
 
 
 def empty(
@@ -76,4 +94,5 @@ rms_norm_active = operator(
     {"x": Argument(FLOATS, "1 H"), "weight": Argument("x", "H"), "residual": Argument("x", "1 H")},
     empty=empty,
     limit=limit,
+    prepare=prepare,
 )

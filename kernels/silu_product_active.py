@@ -7,12 +7,15 @@ thread blocks of a cluster have a segment each and send each other how many outp
 `silu_product`, and 4 (F + 1).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from repro.kernels import active_inputs, nvrtc, silu_product
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import blank
 
 CASES = [  # outputs, threshold, dtype, seed
     {"F": 1301, "threshold": 3.0, "dtype": "float32", "seed": 0},
@@ -40,11 +43,21 @@ def unsupported(device: torch.device | str) -> str | None:
 
 def launch(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """(y, active) of the operator, computed by the kernel; `x` is not checked."""
+    return prepare(x, threshold)(x)
+
+
+def prepare(x: Tensor, threshold: float) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The launch of the operator for calls like this one."""
     size = x.shape[1] // 2
-    y = x.new_empty(1, size)
-    active = torch.empty(size + 1, dtype=torch.int32, device=x.device)
-    active_inputs.run(active_inputs.GATED, size, threshold, active, x, y)
-    return y, active
+    fill = active_inputs.prepared(active_inputs.GATED, size, threshold, x)
+    allocate, allocate_list = blank(x.dtype, 1, size), blank(torch.int32, size + 1)
+
+    def launch(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        y, active = allocate(x), allocate_list(x)
+        fill(active, x, y)
+        return y, active
+
+    return launch
 
 
 def limit(x: Tensor, threshold: float) -> str | None:
@@ -67,4 +80,5 @@ silu_product_active = operator(
     {"x": Argument(FLOATS, "1 2F")},
     empty=empty,
     limit=limit,
+    prepare=prepare,
 )

@@ -28,6 +28,7 @@ from repro.kernels import nvrtc, quantize_2bit
 from repro.kernels import w2a2_format as form
 from repro.kernels.launch_config import CLUSTERS, LaunchPlan, lacks, launch_config, processors, registers
 from repro.kernels.operators import FLOATS, VECTOR, Argument, checked_once, operator, tensor_check
+from repro.kernels.prepared import blank
 from repro.kernels.w2a2_format import FACTORS, UNITS
 
 CASES = [  # tokens, output and input channels (ragged ones; Llama 3 8B and 70B), dtype, seed
@@ -264,16 +265,32 @@ def run(
     Raises:
         ValueError: the device has no bulk copies, or too little shared memory for them.
     """
-    x, index, *quantized = inputs
-    x, index = aligned(x), aligned(index)
+    return runner(*y.shape, inputs, units, config, layers)(y, inputs, units, factors)
+
+
+def runner(
+    tokens: int,
+    rows: int,
+    inputs: tuple[Tensor | None, ...],
+    units: Tensor,
+    config: dict,
+    layers: tuple[int, ...] = (),
+) -> Callable[..., Tensor]:
+    """What fills y [tokens, rows] as `run` does, for calls like this one; it takes y, inputs, units and factors."""
+    x, index, *_ = inputs
     kernel, how = prepared(
-        len(y), layers or (y.shape[1],), groups_of(*inputs, layers=len(layers) or 1), units.shape[2] == form.REAL_UNIT,
-        None if x is None else x.dtype, index is not None, y.device, **config,
+        tokens, layers or (rows,), groups_of(*inputs, layers=len(layers) or 1), units.shape[2] == form.REAL_UNIT,
+        None if x is None else x.dtype, index is not None, units.device, **config,
     )  # fmt: skip
-    pointers = (0 if tensor is None else tensor for tensor in (x, index, *quantized))
     columns = 0 if x is None else x.shape[1]
-    kernel(how.grid, how.threads, units, factors, *pointers, y, y.shape[1], columns)
-    return y
+
+    def fill(y: Tensor, inputs: tuple[Tensor | None, ...], units: Tensor, factors: Tensor) -> Tensor:
+        x, index, *quantized = inputs
+        pointers = [0 if tensor is None else tensor for tensor in (aligned(x), aligned(index), *quantized)]
+        kernel(how.grid, how.threads, units, factors, *pointers, y, rows, columns)
+        return y
+
+    return fill
 
 
 def groups_of(x: Tensor | None, index: Tensor | None, *quantized: Tensor | None, layers: int = 1) -> int:
@@ -351,6 +368,18 @@ def on_cuda(x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = No
     return launch(x, units, factors, index)
 
 
+def prepare(x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with its tuned configuration."""
+    tokens, rows, inputs = x.shape[0], len(factors), (x, index, None, None, None)
+    config = configuration("w2a2_gemv", tokens, rows, groups_of(*inputs) * form.GROUP, x.device)
+    fill, allocate = runner(tokens, rows, inputs, units, config), blank(x.dtype, tokens, rows)
+
+    def launch(x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None) -> Tensor:
+        return fill(allocate(x), (x, index, None, None, None), units, factors)
+
+    return launch
+
+
 def limit(x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None) -> str | None:
     """What is wrong with checked arguments, or None."""
     if index is None:
@@ -373,4 +402,5 @@ w2a2_gemv = operator(
     },
     empty=lambda x, units, factors, *rest: x.new_empty(x.shape[0], len(factors)),
     limit=limit,
+    prepare=prepare,
 )

@@ -3,6 +3,8 @@
 x_codes: int32 [M, 2, G]; x_scales: float32 [M, G]; x_zeros: int32 [M, G]; y: float32 [M, N].
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from repro.kernels import nvrtc, quantize_2bit, w2a2_gemv
 from repro.kernels import w2a2_format as form
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import Argument, operator
+from repro.kernels.prepared import blank
 from repro.kernels.w2a2_format import FACTORS, UNITS
 
 CASES = [case for case in w2a2_gemv.CASES if "split" not in case]  # columns are gathered before
@@ -37,11 +40,24 @@ def launch(
     x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor, config: dict | None = None
 ) -> Tensor:
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
+    inputs = x_codes, x_scales, x_zeros, units, factors
+    return prepare(*inputs, config)(*inputs)
+
+
+def prepare(
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor, config: dict | None = None
+) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with one configuration of SPACE or the tuned one."""
     m, groups = x_scales.shape
     rows = len(factors)
     config = config or w2a2_gemv.configuration("w2a2_ready", m, rows, form.GROUP * groups, units.device)
-    inputs = None, None, x_codes, x_scales, x_zeros
-    return w2a2_gemv.run(x_scales.new_empty(m, rows), inputs, units, factors, config)
+    fill = w2a2_gemv.runner(m, rows, (None, None, x_codes, x_scales, x_zeros), units, config)
+    allocate = blank(torch.float32, m, rows)
+
+    def launch(x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor) -> Tensor:
+        return fill(allocate(x_scales), (None, None, x_codes, x_scales, x_zeros), units, factors)
+
+    return launch
 
 
 def on_cuda(x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor) -> Tensor:
@@ -67,4 +83,5 @@ w2a2_ready = operator(
     },
     empty=lambda x_codes, x_scales, x_zeros, units, factors: x_scales.new_empty(x_scales.shape[0], len(factors)),
     limit=limit,
+    prepare=prepare,
 )

@@ -26,6 +26,7 @@ ticket, 0.5 us less than with them at 16 and 32 bands (H200).
 """
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from repro.kernels import nvrtc
 from repro.kernels import q4_k_planes as planes
 from repro.kernels.launch_config import lacks, launch_config, processors
 from repro.kernels.operators import operator
+from repro.kernels.prepared import blank
 from repro.kernels.q4_k_planes import CODES, HEADERS, SUPER, X
 
 CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), ordered sums, dtype, seed
@@ -123,6 +125,14 @@ def run(
     active: Tensor | None = None, threshold: float = 0.0, config: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """y [1, N] of one of the three zigzag kernels, with a configuration of SPACE or that of `configuration`."""
+    return prepared(kernel, mode, x, codes, rows, ordered, threshold, config)(x, codes, headers, active)
+
+
+def prepared(
+    kernel: str, mode: int, x: Tensor, codes: Tensor, rows: int, ordered: bool, threshold: float = 0.0,
+    config: dict | None = None,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """The launch of `run` for calls like this one; it takes x, codes, headers and, of `LISTED`, the list."""
     bands, columns = codes.shape[:2]
     config = config or configuration(kernel, bands, rows, columns, x.device)
     n1 = config["n1"]
@@ -134,13 +144,16 @@ def run(
         size = bands * SUPER * (n1 if ordered else 1)
         parts = scratch_parts("zigzag ordered" if ordered else "zigzag", size, x.device)
     tickets = planes.scratch("zigzag tickets", bands, torch.int32, x.device)
-    y = x.new_empty(1, rows)
     function = nvrtc.load(SOURCE, "zigzag", defines(mode, ordered, x.dtype, config), x.device, shared_bytes(config))
-    function(
-        bands * n1, 32 * config["n2"], codes, headers, x, tickets if active is None else active, y, parts, tickets,
-        rows, columns, n1, struct.unpack("<i", struct.pack("<f", threshold))[0],
-    )  # fmt: skip
-    return y
+    grid, block, bits = bands * n1, 32 * config["n2"], struct.unpack("<i", struct.pack("<f", threshold))[0]
+    allocate = blank(x.dtype, 1, rows)
+
+    def launch(x: Tensor, codes: Tensor, headers: Tensor, active: Tensor | None = None) -> Tensor:
+        y, listed = allocate(x), tickets if active is None else active
+        function(grid, block, codes, headers, x, listed, y, parts, tickets, rows, columns, n1, bits)
+        return y
+
+    return launch
 
 
 def scratch_parts(name: str, count: int, device: torch.device) -> Tensor:
@@ -173,6 +186,12 @@ def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, ordered: bool 
     return launch(x, codes, headers, rows, ordered)
 
 
+def prepare(x: Tensor, codes: Tensor, headers: Tensor, rows: int, ordered: bool = True) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with its tuned configuration."""
+    product = prepared("zigzag_gemv", ALL, x, codes, rows, ordered)
+    return lambda x, codes, headers, *_: product(x, codes, headers)
+
+
 zigzag_gemv = operator(
     "zigzag_gemv",
     reference,
@@ -180,4 +199,5 @@ zigzag_gemv = operator(
     {"x": X, "codes": CODES, "headers": HEADERS},
     empty=lambda x, codes, headers, rows, *_, **more: x.new_empty(1, rows),
     limit=lambda x, codes, headers, rows, ordered=True: planes.misfit(x, codes, rows),
+    prepare=prepare,
 )

@@ -7,6 +7,8 @@ leaves out the loads of those that are too small. So it takes as long as its ful
 takes a batch's instructions, however few of them are active. Bytes moved: those of the active columns.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,14 @@ def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: flo
     return launch(x, codes, headers, rows, threshold, ordered)
 
 
+def prepare(
+    x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True
+) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with its tuned configuration."""
+    product = zigzag_gemv.prepared("zigzag_masked", zigzag_gemv.MASKED, x, codes, rows, ordered, threshold)
+    return lambda x, codes, headers, *_: product(x, codes, headers)
+
+
 def limit(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True) -> str | None:
     """What is wrong with checked arguments, or None."""
     if not threshold >= 0:
@@ -65,4 +75,5 @@ zigzag_masked = operator(
     {"x": X, "codes": CODES, "headers": HEADERS},
     empty=lambda x, codes, headers, rows, *rest, **more: x.new_empty(1, rows),
     limit=limit,
+    prepare=prepare,
 )

@@ -7,6 +7,8 @@ program of a band takes as many of the n listed columns, about n / n1. Bytes mov
 vectors; a listed column is one line of 128 bytes and a header in every band.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,14 @@ def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor
     return launch(x, codes, headers, rows, active, ordered)
 
 
+def prepare(
+    x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor, ordered: bool = True
+) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with its tuned configuration."""
+    product = zigzag_gemv.prepared("zigzag_sparse", zigzag_gemv.LISTED, x, codes, rows, ordered)
+    return lambda x, codes, headers, rows, active, *_: product(x, codes, headers, active)
+
+
 def limit(x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor, ordered: bool = True) -> str | None:
     """What is wrong with checked arguments, or None."""
     return planes.misfit(x, codes, rows) or planes.wrong_list(x, active)
@@ -62,4 +72,5 @@ zigzag_sparse = operator(
     {"x": X, "codes": CODES, "headers": HEADERS, "active": ACTIVE},
     empty=lambda x, codes, headers, rows, *rest, **more: x.new_empty(1, rows),
     limit=limit,
+    prepare=prepare,
 )

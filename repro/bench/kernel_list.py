@@ -84,6 +84,12 @@ def machine_code(launch: Callable[[], Any]) -> str:
     return short_hash(" ".join(sorted(seen))) if seen else ""
 
 
+def function_of(name: str) -> Callable[..., Any]:
+    """The function of a kernel's module that calls its operator; by position it is as fast as an engine's call."""
+    module = load(name)
+    return getattr(module, "OPERATOR", None) or getattr(module, name)
+
+
 def _product(name: str, bits: int, group: int, symmetric: bool, dtype: str) -> Callable[[Layer, int], tuple]:
     """A product with packed weights by one kernel or by `linear`; `dequantize` makes them dense for the library's."""
 
@@ -100,7 +106,7 @@ def _product(name: str, bits: int, group: int, symmetric: bool, dtype: str) -> C
             return {"x": x, "packed": packed}, kernel.wna16, want
         inputs = {"x": x, "codes": packed.codes, "scale_zero": packed.scale_zero}
         rest = (bits, group, packed.rows, packed.columns, symmetric)
-        op = getattr(torch.ops.lowbit, name)
+        op = function_of(name)
         if name == "dequantize":
             return inputs, lambda x, codes, scale_zero: x @ op(codes, scale_zero, *rest, x.dtype).T, want
         return inputs, lambda x, codes, scale_zero: op(x, codes, scale_zero, *rest), want
@@ -136,10 +142,11 @@ def _w8a8(name: str, dtype: str) -> Callable[[Layer, int], tuple]:
         x = layer.activations(count, DTYPES[dtype])
         if name == "w8a8_gemm":
             x_q, s_x = quantizer.reference(x)
-            launch = lambda x_q, s_x, w_q, s_w: kernel.w8a8_gemm(x_q, s_x, w_q, s_w, DTYPES[dtype])  # noqa: E731
+            op = function_of(name)
+            launch = lambda x_q, s_x, w_q, s_w: op(x_q, s_x, w_q, s_w, DTYPES[dtype])  # noqa: E731
             return {"x_q": x_q, "s_x": s_x, "w_q": w_q, "s_w": s_w}, launch, int8_product
         want = lambda x, w_q, s_w: int8_product(*quantizer.reference(x), w_q, s_w)  # noqa: E731
-        launch = kernel.w8a8 if name == "w8a8" else torch.ops.lowbit.w8a8_gemv
+        launch = kernel.w8a8 if name == "w8a8" else function_of("w8a8_gemv")
         return {"x": x, "w_q": w_q, "s_w": s_w}, lambda x, w_q, s_w: launch(x, w_q, s_w), want
 
     return prepare
@@ -165,10 +172,11 @@ def _q4_k(name: str, share: float = 1.0, config: dict[str, int] | None = None) -
             more["active"] = load("active_inputs").reference(x, threshold)
         elif share < 1:
             more["threshold"] = threshold
-        launch = getattr(torch.ops.lowbit, name)
+        op, rest = function_of(name), tuple(more.values())
+        launch = lambda x, codes, headers: op(x, codes, headers, *rest)  # noqa: E731
         if config is not None and x.is_cuda:  # on a CPU the operator's reference runs, which has no configuration
-            launch = functools.partial(kernel.launch, config=config)
-        return {"x": x, **planes}, functools.partial(launch, **more), functools.partial(kernel.reference, **more)
+            launch = functools.partial(kernel.launch, config=config, **more)
+        return {"x": x, **planes}, launch, functools.partial(kernel.reference, **more)
 
     return prepare
 
@@ -194,12 +202,19 @@ def _w2a2(name: str) -> Callable[[Layer, int], tuple]:
 
         weights = layer.once("w2a2", make)
         x = layer.activations(count, torch.bfloat16)
-        op = getattr(torch.ops.lowbit, name)
+        op = function_of(name)
         product = load("w2a2_gemv").product
         if name == "w2a2_ready":
-            return dict(zip(QUANTIZED, quantizer.reference(x))) | weights, op, product
+
+            def of_quantized(
+                x_codes: torch.Tensor, x_scales: torch.Tensor, x_zeros: torch.Tensor, units: torch.Tensor,
+                factors: torch.Tensor,
+            ) -> torch.Tensor:  # fmt: skip
+                return op(x_codes, x_scales, x_zeros, units, factors)
+
+            return dict(zip(QUANTIZED, quantizer.reference(x))) | weights, of_quantized, product
         want = lambda x, **weights: product(*quantizer.reference(x), **weights)  # noqa: E731
-        return {"x": x} | weights, op, want
+        return {"x": x} | weights, lambda x, units, factors: op(x, units, factors), want
 
     return prepare
 
@@ -236,8 +251,15 @@ def _compensated(layer: Layer, count: int) -> tuple:
 
     weights, numbers = layer.once("compensated", make)
     inputs = {"x": layer.activations(1, torch.bfloat16), **weights}
-    op = functools.partial(torch.ops.lowbit.compensated_gemv, **numbers)
-    return inputs, op, functools.partial(kernel.reference, **numbers)
+    op, values = function_of("compensated_gemv"), (*numbers.values(), 0, 0, 0, 0)  # of no other compensators
+
+    def launch(
+        x: torch.Tensor, codes: torch.Tensor, scale_zero: torch.Tensor, down: torch.Tensor, scales: torch.Tensor,
+        up: torch.Tensor, gates: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        return op(x, codes, scale_zero, down, scales, up, *values, gates)
+
+    return inputs, launch, functools.partial(kernel.reference, **numbers)
 
 
 def _dense(layer: Layer, count: int) -> tuple:
@@ -245,7 +267,8 @@ def _dense(layer: Layer, count: int) -> tuple:
     load("dense_gemv")
     w = layer.once(torch.bfloat16, lambda: layer.weight.to(torch.bfloat16))
     want = lambda x, w: x.double() @ w.double().T  # noqa: E731
-    return {"x": layer.activations(1, torch.bfloat16), "w": w}, torch.ops.lowbit.dense_gemv, want
+    op = function_of("dense_gemv")
+    return {"x": layer.activations(1, torch.bfloat16), "w": w}, lambda x, w: op(x, w), want
 
 
 def _listed(share: float) -> Callable[[Layer], int]:

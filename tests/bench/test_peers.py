@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_device import Host
 
-from repro.bench import peers, timing
+from repro.bench import kernel_list, peers, timing
 from repro.bench.kernel_list import CALLED, DISPATCHERS, KERNELS, OURS, load
 from repro.bench.peers import PEERS
 from repro.bench.stored_peers import TYPES, rescale, shapes, times
@@ -17,6 +17,7 @@ from repro.bench.task import Layer, dense
 from repro.core.errors import UserError
 
 EVERYONE = {**PEERS, **OURS}
+LAYERS = ("/linear", "/w8a8", "w2-g32/bf16/wna16_gemv")  # whose functions take layers and call an operator themselves
 
 
 @pytest.mark.parametrize("label", EVERYONE)
@@ -70,6 +71,26 @@ def test_our_operators_run_on_a_processor_and_are_right(label):
     task = provider.task(Layer(48, 256, device="cpu"), max(2, provider.least))
     (result,) = timing.measure([task], Host(), timing.WARM, rounds=3)
     assert result.relerr <= provider.tolerance and result.nbytes > 48 * 256 // 4
+
+
+@pytest.mark.parametrize("label", [name for name in OURS if not name.endswith(LAYERS)])
+def test_what_a_call_costs_the_host_is_that_of_an_engines_call(label, monkeypatch):
+    """By the module's function and by position: around the dispatcher, whose operators take keywords more slowly."""
+    calls, function_of = [], kernel_list.function_of
+
+    def noted(name):
+        def call(*values, **named):
+            calls.append((name, len(values), named))
+            return function_of(name)(*values, **named)
+
+        return call
+
+    monkeypatch.setattr(kernel_list, "function_of", noted)
+    provider = OURS[label]
+    task = provider.task(Layer(512, 1024, device="cpu"), max(1, provider.least))
+    task.launch(**task.inputs)
+    ((name, count, named),) = calls
+    assert name == label.rsplit("/", 1)[-1] and count >= 2 and not named
 
 
 @pytest.mark.parametrize("name", [*KERNELS, *CALLED])
