@@ -1,6 +1,7 @@
 // What kernels call that are compiled with cuda_emulation.h. A block is an operating-system thread, its CUDA threads are
-// fibers that give way at warp and block barriers; a cluster's blocks run together. Copies land as late as they may: when
-// the fiber waits for their group. Slow on purpose.
+// fibers that give way at warp and block barriers; a cluster's blocks run together. The first warp of a block that can go
+// on does, so that it is as far ahead of the last as it may be: what it takes from others too early, or writes over, shows.
+// Copies land as late as they may: when the fiber waits for their group. Slow on purpose.
 #undef _FORTIFY_SOURCE // whose longjmp takes another fiber's stack for a damaged one
 #include "cuda_emulation.h"
 
@@ -16,6 +17,7 @@
 #include <mutex>
 #include <numeric>
 #include <thread>
+#include <utility>
 #include <vector>
 
 __thread Index threadIdx, blockIdx, blockDim, gridDim;
@@ -52,6 +54,8 @@ struct Block {
     std::vector<Warp> warps;
     jmp_buf scheduler;
     int running = 0, alive = 0;
+    u64 progress = 0;     // fibers that began or ended, and waits that ended
+    bool arrived = false; // whether a fiber has just arrived at a signal, for which a warp before its own may wait
     struct { int arrived = 0, turn = 0; } barriers[16];
     std::map<u32, Signal> signals; // by their addresses
     const Launch *launch;
@@ -125,7 +129,7 @@ template <class F> void wait_until(F is_there) {
     if (is_there()) return;
     do give_way();
     while (!is_there());
-    cluster->progress++;
+    cluster->progress++, block->progress++;
 }
 void meet(int &arrived, int &turn, int parties) {
     int mine = turn;
@@ -279,6 +283,10 @@ static void post(u32 rank, std::function<void()> what) {
     std::lock_guard<std::mutex> guard(there.lock);
     there.posts.push_back(std::move(what));
 }
+static void count_arrival(u32 p) {
+    Signal &s = block->signals[p];
+    s.arrived++, s.end_phase();
+}
 static void take_posts() {
     std::vector<std::function<void()>> posts;
     {
@@ -289,13 +297,14 @@ static void take_posts() {
 }
 void signal_init(u32 p, u32 count) { block->signals[p] = {count}; }
 void signal_arrive(u32 p) {
-    Signal &s = block->signals[p];
-    s.arrived++, s.end_phase();
+    count_arrival(p);
+    block->arrived = true;
+    give_way();
 }
-void signal_arrive(u32 p, u32 rank) { post(rank, [=] { signal_arrive(p); }); }
+void signal_arrive(u32 p, u32 rank) { post(rank, [=] { count_arrival(p); }); }
 void signal_expect(u32 p, u32 bytes) {
     block->signals[p].bytes += bytes;
-    signal_arrive(p);
+    count_arrival(p);
 }
 static bool land_all(Signal &s) { // whether there were any
     for (const Copy &c : s.copies) land(c), s.bytes -= c.bytes;
@@ -453,10 +462,10 @@ void wait_for_bytes(u32 counter) {
 // ---- launch
 
 static void fiber_entry() {
-    cluster->progress++;
+    cluster->progress++, block->progress++;
     block->launch->kernel(block->launch->at);
     block->fibers[block->running]->done = true;
-    block->alive--;
+    block->alive--, block->progress++;
     _longjmp(block->scheduler, 1);
 }
 // Until the fiber gives way or ends.
@@ -466,12 +475,32 @@ static __attribute__((noinline)) void run_on(Block &mine, Fiber &fiber) {
     fiber.begun = true;
     setcontext(&fiber.beginning);
 }
+// Runs a warp until all of its fibers wait or one has arrived at a signal; whether any of them went on.
+static bool run_warp(Block &mine, u32 warp) {
+    const u64 before = mine.progress;
+    u64 last;
+    do {
+        last = mine.progress;
+        for (u32 i = 32 * warp; i < min(32 * (warp + 1), (u32)mine.fibers.size()); i++) {
+            if (mine.fibers[i]->done) continue;
+            mine.running = threadIdx.x = i;
+            run_on(mine, *mine.fibers[i]);
+            if (std::exchange(mine.arrived, false)) return true;
+        }
+    } while (mine.progress != last);
+    return mine.progress != before;
+}
+static bool run_first_that_can_go_on(Block &mine) {
+    for (u32 warp = 0; warp < mine.warps.size(); warp++)
+        if (run_warp(mine, warp)) return true;
+    return false;
+}
 static void run_block(const Launch &launch, u32 index, u32 rank, Cluster *of) {
     Block mine;
     block = &mine, cluster = of, rank_here = rank;
     blockIdx.x = index, gridDim.x = launch.grid, blockDim.x = launch.threads;
     mine.launch = &launch, mine.shared = launch.shared();
-    mine.warps.resize(launch.threads / 32), mine.alive = launch.threads;
+    mine.warps.resize((launch.threads + 31) / 32), mine.alive = launch.threads;
     memset(mine.shared, 0xFF, SHARED_BYTES); // NaN
     for (unsigned i = 0; i < launch.threads; i++) {
         mine.fibers.push_back(std::make_unique<Fiber>());
@@ -485,11 +514,7 @@ static void run_block(const Launch &launch, u32 index, u32 rank, Cluster *of) {
     for (of->started++; of->started < (int)of->members.size();) std::this_thread::yield();
     Standstill standstill;
     while (mine.alive && !of->stuck) {
-        for (unsigned i = 0; i < launch.threads; i++)
-            if (!mine.fibers[i]->done) {
-                mine.running = threadIdx.x = i;
-                run_on(mine, *mine.fibers[i]);
-            }
+        if (run_first_that_can_go_on(mine)) continue;
         of->members[rank].passes++;
         if (standstill.is_for_ever(*of)) of->stuck = true;
         std::this_thread::yield();

@@ -45,6 +45,25 @@ __global__ void before_and_after_the_wait_for_a_box(const __grid_constant__ Tens
     signal_wait(landed, 0);
     to[blockDim.x + threadIdx.x] = at_shared<u16>(threadIdx.x * 2);
 }
+__global__ void first_warp_reads_without_a_barrier(u16 *to) {
+    extern __shared__ __align__(128) char shared[];
+    if (threadIdx.x >= 32) at_shared<u16>(threadIdx.x * 2 - 64) = 1;
+    __syncwarp();
+    if (threadIdx.x < 32) to[threadIdx.x] = at_shared<u16>(threadIdx.x * 2);
+}
+__global__ void last_warp_writes_after_it_arrived(u16 *to) {
+    extern __shared__ __align__(128) char shared[];
+    const u32 signal = shared_address(shared) + 128;
+    if (threadIdx.x == 0) signal_init(signal, 1);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        signal_wait(signal, 0);
+        to[threadIdx.x] = at_shared<u16>(threadIdx.x * 2);
+    } else {
+        if (threadIdx.x == 32) signal_arrive(signal);
+        at_shared<u16>(threadIdx.x * 2 - 64) = 1;
+    }
+}
 __global__ void where_it_runs(int *to) {
     if (threadIdx.x == 0) to[blockIdx.x] = gridDim.x * 1000 + blockDim.x;
 }
@@ -124,6 +143,14 @@ def test_boxes_land_when_they_are_waited_for_or_at_any_wait_before(launch, early
     launch("before_and_after_the_wait_for_a_box", 1, 64, tensor_map, read, boxes_land_early=early)
     assert torch.equal(read[0], values[0]) if early else read[0].isnan().all()
     assert torch.equal(read[1], values[0])
+
+
+@pytest.mark.parametrize("name", ["first_warp_reads_without_a_barrier", "last_warp_writes_after_it_arrived"])
+def test_the_first_warp_is_as_far_ahead_of_the_last_as_it_may_be(launch, name):
+    """What it reads too early is NaN, though a lane or a warp at a time would have found what was written."""
+    read = torch.zeros(32, dtype=torch.float16)
+    launch(name, 1, 64, read)
+    assert read[0].isnan()
 
 
 def test_every_block_knows_its_grid(launch):
