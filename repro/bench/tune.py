@@ -149,16 +149,16 @@ def _wna16_gemv() -> list[TuningPoint]:
 def _w4a16_gemm() -> list[TuningPoint]:
     """Every number of tokens with a configuration of its own."""
     cases = _cases(*w4a16_choice.TOKENS, bits=4, group=128, symmetric=False)
-    return _points("w4a16_gemm", cases, key=w4a16_choice.tuning_key, space_of=_w4a16_space)
+    return _points("w4a16_gemm", cases, key=w4a16_choice.tuning_key, space_of=w4a16_space)
 
 
-def _w4a16_space(case: Case) -> list[Config]:
+def w4a16_space(case: Case, device: torch.device | None = None) -> list[Config]:
     """The `MOST_ESTIMATED` of W4A16 with the least estimates, of tiles for at most twice the tokens, or 32 more.
 
-    A tile is trimmed to the tokens that there are. On an H200 the fastest of what was measured of ten other layers was
-    among the 48 with the least estimates in all 50 cases (`space.json`).
+    A tile is trimmed to the tokens that there are. Estimates are for the SMs of `device`, this machine's unless one is
+    given.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = case["M"], case["N"], case["K"], case["bits"], processors(device)
     most = case["M"] + 32 if case["M"] > 128 else 2 * case["M"]
     able = []
@@ -185,7 +185,7 @@ def _w4a16_gemm_tail() -> list[TuningPoint]:
     points = []
     for case in _cases(*SECOND, bits=4, group=128, symmetric=False):
         key = w4a16_choice.tuning_key(case)
-        points.append(TuningPoint(key, _w4a16_space(case), functools.partial(prepare, case)))
+        points.append(TuningPoint(key, w4a16_space(case), functools.partial(prepare, case)))
     return points
 
 

@@ -3,8 +3,8 @@
     python -m repro.studies.space --out DIR     # on a GPU; goes on where it was cut; about 270 s on an H200 for all
 
 Writes `DIR/space.json`: runs, each with its configurations and, for every case (tokens and shape, W4 g128, bf16), the
-fastest time and, configuration by configuration, by how many percent it is slower. What no run has is measured as one
-more; to measure others again, take their run out of the file. Committed as `results/<device>/space.json` it is what
+fastest time and, configuration by configuration, by how many percent it is slower. What no run has of `compared` is
+measured as one more; to measure others again, take their run out of the file. Committed as `results/<device>/space.json` it is what
 `test_heuristic.py` judges the choice by. A time is the best of a few replays of a CUDA graph over weights that no
 cache holds; the output of every configuration is compared with the library's product first.
 """
@@ -16,7 +16,7 @@ import math
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean
@@ -26,6 +26,7 @@ import torch
 
 from repro.bench import bench, timing
 from repro.bench.task import Layer
+from repro.bench.tune import w4a16_space
 from repro.core.files import write_text
 from repro.kernels import nvrtc, packing, w4a16_choice, w4a16_gemm, w4a16_plans, w4a16_tiles
 from repro.kernels.launch_config import processors
@@ -40,6 +41,7 @@ UNTUNED = torch.device("cpu")  # for which nothing is tuned: choices are those o
 WORST = 1e-2  # relative error of bf16 outputs whose weights were rounded to bf16 once
 STEPS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"  # percent above the fastest, one a character
 NOT_RUN = STEPS[-1]  # or as much slower
+NOT_ASKED = " "  # measured by another run, or at other cases alone
 
 Case = tuple[int, int, int]  # tokens, rows, columns
 Config = dict[str, int]
@@ -72,15 +74,34 @@ def tried(case: Case) -> list[Config]:
     return configs
 
 
+def compared(case: Case) -> list[Config]:
+    """The configurations that a choice is compared with: those of `tried`, then what a sweep of the case would time.
+
+    That is the hundred with the least estimates of all of `SPACE`, those that are recorded alone among them.
+    """
+    m, n, k = case
+    configs = tried(case)
+    for config in w4a16_space({"M": m, "N": n, "K": k, "bits": FORM[0]}, UNTUNED):
+        if config not in configs:
+            configs.append(config)
+    return configs
+
+
 def name_of(config: Config) -> str:
     """A configuration in the file: "KS=128 MT=32 ..."."""
     return " ".join(f"{name}={config[name]}" for name in sorted(config))
 
 
-def as_text(times: Mapping[str, float], names: Sequence[str]) -> str:
-    """Times by configuration as one character for each of `names`: by how many percent it is slower."""
+def as_text(times: Mapping[str, float], names: Sequence[str], asked: Collection[str] | None = None) -> str:
+    """Times by configuration as one character for each of `names`: by how many percent it is slower.
+
+    Only those that are `asked` of a case, all if it is not given, were to be measured.
+    """
     best, marks = min(times.values()), []
     for name in names:
+        if asked is not None and name not in asked:
+            marks.append(NOT_ASKED)
+            continue
         percent = round(100 * (times[name] / best - 1)) if name in times else len(STEPS)
         marks.append(STEPS[min(percent, len(STEPS) - 1)])
     return "".join(marks)
@@ -105,8 +126,8 @@ def ratios(content: Mapping[str, Any]) -> dict[str, float]:
             if place is None:
                 continue
             fastest = min(fastest, place["best_us"])
-            if chosen in run["configs"]:  # the last run that has it counts
-                mark = place["over"][run["configs"].index(chosen)]
+            mark = dict(zip(run["configs"], place["over"], strict=True)).get(chosen, NOT_ASKED)
+            if mark != NOT_ASKED:  # the last run that has it counts
                 of_choice = place["best_us"] * (1 + STEPS.index(mark) / 100)
         if of_choice is not None:
             by_case[key(case)] = of_choice / fastest
@@ -188,9 +209,11 @@ def unmeasured(content: Mapping[str, Any]) -> dict[Case, list[Config]]:
     for case in cases():
         measured: set[str] = set()
         for run in content["runs"]:
-            if key(case) in run["places"]:
-                measured.update(run["configs"])
-        missing = [config for config in tried(case) if name_of(config) not in measured]
+            place = run["places"].get(key(case))
+            if place is not None:
+                marks = zip(run["configs"], place["over"], strict=True)
+                measured.update(name for name, mark in marks if mark != NOT_ASKED)
+        missing = [config for config in compared(case) if name_of(config) not in measured]
         if missing:
             todo[case] = missing
     return todo
@@ -217,7 +240,8 @@ def record(out: Path) -> dict[str, Any]:
             copies = weights(layer)
         times = measure(case, configs, layer, copies, backend)
         best = min(times.values())
-        places[key(case)] = {"best_us": round(best, 3), "over": as_text(times, names)}
+        asked = set(map(name_of, configs))
+        places[key(case)] = {"best_us": round(best, 3), "over": as_text(times, names, asked)}
         write_text(out, json.dumps(content, indent=0) + "\n")
         print(f"{key(case)}: best {best:.2f} us of {len(times)}", flush=True)
     return content

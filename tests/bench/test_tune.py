@@ -453,10 +453,10 @@ def test_w4a16_is_swept_over_what_a_device_runs(monkeypatch):
     monkeypatch.setattr(tune, "capability_of", lambda device: (8, 0))
     monkeypatch.setattr(tune, "processors", lambda device: 108)
     case = {"M": 64, "N": 4096, "K": 4096, "bits": 4}
-    there = tune._w4a16_space(case)
+    there = tune.w4a16_space(case)
     assert there and not any("WGS" in config or "PAIR" in config for config in there)
     monkeypatch.setattr(tune, "processors", lambda device: 40)
-    assert tune._w4a16_space(case) != there
+    assert tune.w4a16_space(case) != there
 
 
 def test_a_sweep_of_w4a16_tries_what_is_chosen_without_a_record():

@@ -7,6 +7,7 @@ from statistics import geometric_mean
 import pytest
 import torch
 
+from repro.bench import tune
 from repro.core.files import ROOT
 from repro.kernels import w4a16_choice, w4a16_estimates, w4a16_gemm, w4a16_plans, w4a16_tiles
 from repro.kernels.launch_config import configurations
@@ -39,6 +40,18 @@ def test_what_is_recorded_is_all_that_a_layer_without_an_entry_can_get():
     for case in space.cases():
         for tokens in range(case[0] // 2 + 1, case[0] + 1, 31):
             assert w4a16_choice.configuration(tokens, *case[1:], 4, space.UNTUNED) in space.tried(case)
+
+
+def test_a_choice_is_compared_with_the_least_estimates_of_all_the_space():
+    """With configurations that are recorded alone, too, which it cannot take without a record."""
+    case = 32, 6144, 4096
+    compared, tried = space.compared(case), space.tried(case)
+    assert compared[: len(tried)] == tried
+    alone = [config for config in compared if config not in tried]
+    assert alone and all(config in w4a16_gemm.SPACE for config in compared)
+    swept = tune.w4a16_space({"M": 32, "N": 6144, "K": 4096, "bits": 4}, space.UNTUNED)
+    assert len(swept) == 100 and all(config in compared for config in swept)
+    assert all(config in swept for config in alone)
 
 
 def test_each_candidate_is_of_the_source_whose_name_it_has():
@@ -208,6 +221,8 @@ def test_tiles_are_chosen_from_for_tokens_that_fill_them():
 def test_a_record_is_a_character_a_configuration():
     text = space.as_text({"a": 10.0, "d": 10.31, "f": 15.0, "h": 30.0}, "abcdefghi")
     assert text == "0--3-O---"
+    asked = {"a", "b", "d"}
+    assert space.as_text({"a": 10.0, "d": 10.31}, "abcd", asked) == "0- 3"
     assert space.STEPS.index(text[5]) == 50
     assert space.name_of({"STAGES": 4, "MT": 16}) == "MT=16 STAGES=4"
 
@@ -235,6 +250,10 @@ def test_what_is_chosen_is_compared_with_the_fastest_of_all_runs():
     assert space.ratios(recorded({chosen: 20.0, other: 24.0}, run_of(CASE, {third: 16.0}))) == {space.key(CASE): 1.25}
     assert space.ratios(recorded({chosen: 20.0, other: 16.0}, run_of(CASE, {chosen: 16.0}))) == {space.key(CASE): 1.0}
     assert space.ratios(recorded({other: 16.0})) == {}  # no run has the choice
+    at_other_cases = run_of(CASE, {third: 16.0})
+    at_other_cases["configs"].append(chosen)
+    at_other_cases["places"][space.key(CASE)]["over"] += space.NOT_ASKED
+    assert space.ratios(recorded({chosen: 20.0}, at_other_cases)) == {space.key(CASE): 1.25}
     with pytest.raises(ValueError, match="recorded on 66 SMs"):
         space.ratios(content | {"sms": 66})
 
@@ -242,7 +261,7 @@ def test_what_is_chosen_is_compared_with_the_fastest_of_all_runs():
 def test_what_no_run_has_is_measured_and_the_rest_stays(tmp_path):
     """A configuration counts as measured for the cases of its run, however slow it was or whether it failed."""
     path, origin = tmp_path / "space.json", {"device": "NVIDIA H200", "commit": "new"}
-    names = [space.name_of(config) for config in space.tried(CASE)]
+    names = [space.name_of(config) for config in space.compared(CASE)]
     content = recorded({names[0]: 10.0, names[1]: 99.0})
     content["runs"][0]["configs"].append(names[2])
     path.write_text(json.dumps(content))
@@ -250,9 +269,12 @@ def test_what_no_run_has_is_measured_and_the_rest_stays(tmp_path):
     assert kept == content
     todo = space.unmeasured(kept)
     assert [space.name_of(config) for config in todo[CASE]] == names[3:]
-    assert set(todo) == set(space.cases()) and todo[256, 6144, 4096] == space.tried((256, 6144, 4096))
+    assert set(todo) == set(space.cases()) and todo[256, 6144, 4096] == space.compared((256, 6144, 4096))
     assert list(todo) == space.cases()
-    content["runs"][0]["configs"] = names
+    place = content["runs"][0]["places"][space.key(CASE)]
+    content["runs"][0]["configs"], place["over"] = names, "0" * (len(names) - 1) + space.NOT_ASKED
+    assert [space.name_of(config) for config in space.unmeasured(content)[CASE]] == names[-1:]
+    place["over"] = "0" * len(names)
     assert CASE not in space.unmeasured(content)
     anew = space.resumed(path, origin | {"device": "NVIDIA H100"}, 132)
     assert (
