@@ -4,9 +4,10 @@
 
 Writes `DIR/space.json`: runs, each with its configurations and, for every case (tokens and shape, W4 g128, bf16), the
 fastest time and, configuration by configuration, by how many percent it is slower. What no run has of `compared` is
-measured as one more; to measure others again, take their run out of the file. Committed as `results/<device>/space.json` it is what
-`test_heuristic.py` judges the choice by. A time is the best of a few replays of a CUDA graph over weights that no
-cache holds; the output of every configuration is compared with the library's product first.
+measured as one more; to measure others again, take their run out of the file. Committed as
+`results/<device>/space.json` it is what `test_heuristic.py` judges the choice by. A time is the best of a few replays
+of a CUDA graph over weights that no cache holds; the output of every configuration is compared with the library's
+product first.
 """
 
 import functools

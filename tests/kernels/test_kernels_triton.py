@@ -23,6 +23,7 @@ import triton.language as tl  # noqa: E402
 from repro.kernels import noise  # noqa: E402
 
 GEMM = {"m": 128, "n": 128, "k": 128, "split": 1, "swap": False, "warps": 8, "stages": 4}
+NO_NUMBERS = float("nan"), float("inf"), -float("inf")
 NARROW = {"m": 16, "n": 64, "k": 256, "split": 4, "swap": True, "warps": 4, "stages": 4}
 
 
@@ -45,6 +46,11 @@ def interpret_quantize_activation(case: dict) -> float:
     q, s = kernel.launch(x)
     want_q, want_s = kernel.reference(x)
     assert not q[-1].any() and s[-1] == 0
+    for bad in NO_NUMBERS:
+        broken = x.clone()
+        broken[0, -1] = bad
+        _, scales = kernel.launch(broken)
+        assert scales[0].isnan() and torch.equal(scales[1:], s[1:]), bad
     return max(relative_error(q, want_q), relative_error(s, want_s)) if x.shape[0] > 1 else 0.0
 
 
@@ -65,7 +71,12 @@ def interpret_joined(case: dict) -> float:
     for config in (NARROW | {"split": 1}, NARROW | {"k": 128, "split": 2}, GEMM | {"m": 16, "n": 16, "split": 2}):
         want = w8a8_gemm.launch(*quantize_activation.launch(x), w_q, s_w, config, x.dtype)
         for joined in (True, False):
-            assert torch.equal(w8a8_gemm.behind_quantizer(x, w_q, config, joined)(x, w_q, s_w), want)
+            launch = w8a8_gemm.behind_quantizer(x, w_q, config, joined)
+            assert torch.equal(launch(x, w_q, s_w), want)
+            broken = x.clone()
+            broken[1, -1] = NO_NUMBERS[0]
+            y = launch(broken, w_q, s_w)
+            assert y[1].isnan().all() and torch.equal(y[2:], want[2:])
     return relative_error(want, w8a8.on_cpu(x, w_q, s_w))
 
 
@@ -74,6 +85,11 @@ def interpret_w8a8_gemv(case: dict) -> float:
 
     inputs = kernel.make_inputs(case)
     configs = ({"rows": 4, "chunk": 512, "warps": 4}, {"rows": 8, "chunk": 64, "warps": 4})
+    x, *weight = inputs
+    for bad, config in product(NO_NUMBERS, configs):
+        broken = x.clone()
+        broken[0, case["K"] // 2] = bad
+        assert kernel.launch(broken, *weight, config).isnan().all(), bad
     return max(relative_error(kernel.launch(*inputs, config), kernel.reference(*inputs)) for config in configs)
 
 

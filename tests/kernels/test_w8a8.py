@@ -1,6 +1,7 @@
 """W8A8: what the operators promise anywhere, how the decode kernel deals out its fragments, and the GPU for real."""
 
 import json
+import math
 import types
 
 import cuda_on_cpu
@@ -86,6 +87,12 @@ def test_source_on_the_cpu(case, monkeypatch):
     inputs = w8a8_gemv.make_inputs({"M": m, "N": n, "K": k, "dtype": dtype, "seed": m})
     config = dict(zip(("warps", "segment", "stages", "cluster"), numbers))
     assert relative_error(w8a8_gemv.launch(*inputs, config), exact(*inputs)) < 5e-3
+    x, *weight = inputs
+    x[m // 2, k - 1] = [math.nan, math.inf, -math.inf][m % 3]
+    y = w8a8_gemv.launch(x, *weight, config)
+    others = torch.arange(m) != m // 2
+    assert y[m // 2].isnan().all()
+    assert m == 1 or relative_error(y[others], exact(x[others], *weight)) < 5e-3
 
 
 @settings(max_examples=50, deadline=None)
