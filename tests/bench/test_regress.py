@@ -4,14 +4,16 @@ import dataclasses
 import json
 import math
 import random
+import runpy
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from repro.__main__ import main
-from repro.bench import devices, peers, regress, task, timing
+from repro.bench import devices, kernel_list, peers, regress, task, timing
 from repro.core.errors import UserError
 from repro.core.files import ROOT, read_text
 
@@ -407,6 +409,58 @@ def test_too_many_runs_and_odd_thresholds(base):
         regress.regress(base, base)
     with pytest.raises(UserError, match="threshold of 3"):
         regress.regress(base[:1], base, threshold=3)
+
+
+@pytest.fixture
+def suite():
+    """The module of `pytest kernels --benchmark-only`."""
+    return runpy.run_path(str(ROOT / "kernels" / "test_benchmarks.py"))
+
+
+def test_the_guard_times_few_and_many_tokens_also_of_a_layer_that_nobody_tuned(suite):
+    """Every kernel of ours that takes so many, beside the library."""
+    cells = {}
+
+    class Metafunc:
+        fixturenames = ["provider"]
+        config = SimpleNamespace(getoption=lambda name: False)
+
+        def parametrize(self, names, given):
+            for cell in given:
+                n, k, m, provider = cell.values
+                cells.setdefault((n, k), {}).setdefault(m, set()).add(provider.label)
+
+    suite["pytest_generate_tests"](Metafunc())
+    untuned = suite["UNTUNED"]
+    recorded = (ROOT / "kernels" / "configs" / "nvidia-h200.json").read_text()
+    assert untuned in cells and "{}x{}".format(*untuned) not in recorded and len(cells) >= 4
+    for by_count in cells.values():
+        assert set(by_count) >= {1, 8, 16, 64, 128, 256}
+        for count, labels in by_count.items():
+            assert labels >= {label for label, provider in kernel_list.OURS.items() if provider.takes(count)} | {
+                suite["LIBRARY"]
+            }
+
+
+def test_the_guard_times_calls_on_the_host_and_a_prefill(suite):
+    called = {name for name, *_ in suite["HOST_CALLS"]}
+    assert called == {"F.linear", "wna16", "w8a8", *suite["STEP"]}
+    assert {"rms_norm", "silu_product", "rope_append", "attention", "argmax", "sample"} <= set(suite["STEP"])
+    for name in ("test_linear", "test_host_time", "test_prefill"):
+        assert "gpu" in {mark.name for mark in suite[name].pytestmark}, name
+
+
+def test_the_stored_baseline_has_what_the_guard_times():
+    """A prefill, calls on the host, 16, 128 and 256 tokens, the layer that nobody tuned."""
+    cells = set()
+    for path in STORED:
+        for name, cell in regress.load(path).cells.items():
+            if cell.judged:
+                cells.add(name.partition(" at ")[2])
+    for n, k in ((4096, 4096), (14336, 4096), (3584, 3584)):
+        assert {f"{n} x {k}, M = {m}, cold" for m in (1, 8, 16, 64, 128, 256)} <= cells
+    assert {f"8192 x 8192, M = {m}, cold" for m in (1, 8, 16, 64, 128)} <= cells
+    assert any(cell.endswith("whole") for cell in cells) and any(cell.endswith("host") for cell in cells)
 
 
 def test_the_example_workflow_watches_files_that_exist():

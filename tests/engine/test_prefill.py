@@ -1,13 +1,14 @@
 """Prompts of a batch into the cache: together what each is alone, each weight dequantized once, attention causal."""
 
 import dataclasses
+import inspect
 
 import engines
 import pytest
 import torch
 from torch.nn import functional as F
 
-from repro.engine import corrected, prefill, weights
+from repro.engine import core, corrected, prefill, weights
 from repro.engine.prefill import Span, spans, together
 from repro.engine.step import Cache
 from repro.generation import Engine
@@ -63,6 +64,13 @@ def test_attention_skips_what_a_mask_would_hide(model, monkeypatch):
     together(model, Cache(model, 4), PROMPTS, 7)
     calls = [(2, 3, 3, None, True), (1, 40, 40, None, True), (1, 1, 1, None, True)]
     assert launched == calls * len(model.blocks)
+
+
+def test_a_prompt_of_2048_tokens_is_one_chunk():
+    """An 8B block of so many tokens takes an H200 1.5 ms, more than the host needs to launch it."""
+    assert inspect.signature(prefill.together).parameters["chunk"].default == prefill.CHUNK >= 2048
+    assert inspect.signature(prefill.forward).parameters["chunk"].default == prefill.CHUNK
+    assert core.CHUNK is prefill.CHUNK
 
 
 def test_a_block_comes_once_a_prefill_however_many_chunks(model):

@@ -264,6 +264,7 @@ def test_what_no_run_has_is_measured_and_the_rest_stays(tmp_path):
     names = [space.name_of(config) for config in space.compared(CASE)]
     content = recorded({names[0]: 10.0, names[1]: 99.0})
     content["runs"][0]["configs"].append(names[2])
+    content["runs"][0]["places"][space.key(CASE)]["over"] += space.NOT_RUN
     path.write_text(json.dumps(content))
     kept = space.resumed(path, origin, 132)
     assert kept == content
