@@ -146,11 +146,19 @@ def prepared(
     tickets = planes.scratch("zigzag tickets", bands, torch.int32, x.device)
     function = nvrtc.load(SOURCE, "zigzag", defines(mode, ordered, x.dtype, config), x.device, shared_bytes(config))
     grid, block, bits = bands * n1, 32 * config["n2"], struct.unpack("<i", struct.pack("<f", threshold))[0]
-    allocate = blank(x.dtype, 1, rows)
+    allocate, numbers = blank(x.dtype, 1, rows), (rows, columns, n1, bits)
+    names = "codes", "headers", "x", "active", "y", "parts", "tickets"
+    if config.get("posts"):  # whose programs are launched together, as `Function` alone does
+
+        def write(*tensors: Tensor) -> None:
+            function(grid, block, *tensors, *numbers)
+
+    else:
+        write = function.in_a_row(names, (function.step(grid, block, (*names, *numbers)),))
 
     def launch(x: Tensor, codes: Tensor, headers: Tensor, active: Tensor | None = None) -> Tensor:
-        y, listed = allocate(x), tickets if active is None else active
-        function(grid, block, codes, headers, x, listed, y, parts, tickets, rows, columns, n1, bits)
+        y = allocate(x)
+        write(codes, headers, x, tickets if active is None else active, y, parts, tickets)
         return y
 
     return launch

@@ -123,6 +123,22 @@ def test_posted_sums_are_taken_away(monkeypatch):
         assert (emulate(monkeypatch, "zigzag_gemv", scaled, config) - want).norm() <= 4e-3 * want.norm()
 
 
+class Noted:
+    """A kernel that launches nothing and notes how it would be launched."""
+
+    def __init__(self, launched):
+        self.launched = launched
+
+    def __call__(self, *what):
+        self.launched.append("together")
+
+    def step(self, grid, block, parameters):
+        return parameters
+
+    def in_a_row(self, names, steps):
+        return lambda *tensors: self.launched.append("in a row")
+
+
 def test_programs_that_do_not_fit_post_nothing(monkeypatch):
     """They would wait for programs that wait for their place."""
     _, inputs = made("zigzag_gemv", {"N": 600, "K": 97, "dtype": "bfloat16"})
@@ -130,7 +146,7 @@ def test_programs_that_do_not_fit_post_nothing(monkeypatch):
 
     def load(path, name, macros, *rest):
         programs.append(macros["PROGRAMS"])
-        return lambda *arguments: None
+        return Noted([])
 
     monkeypatch.setattr(nvrtc, "load", load)
     for processors in (8, 9):
@@ -216,3 +232,13 @@ def test_sources_on_a_gpu(name):
             for output in outputs:
                 error = (output.double() - want).norm() / want.norm()
                 assert error <= operator_tasks.tolerance(name, getattr(torch, case["dtype"])), (case, config)
+
+
+def test_programs_with_posts_are_launched_by_the_function_that_launches_them_together(monkeypatch):
+    """`Launches` know nothing of programs that wait for one another outside a cluster."""
+    launched = []
+    monkeypatch.setattr(nvrtc, "load", lambda *what: Noted(launched))
+    _, inputs = made("zigzag_gemv", {"N": 300, "K": 133, "dtype": "bfloat16", "ordered": True})
+    for more in ({"posts": True}, {"cluster": True}, {}):
+        load("zigzag_gemv").launch(**inputs, config=BANDS | {"n1": 7, "n2": 1} | more)
+    assert launched == ["together", "in a row", "in a row"]
