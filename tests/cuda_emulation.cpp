@@ -1,6 +1,7 @@
 // What kernels call that are compiled with cuda_emulation.h. A block is an operating-system thread, its CUDA threads are
 // fibers that give way at warp and block barriers; a cluster's blocks run together. The first warp of a block that can go
-// on does, so that it is as far ahead of the last as it may be: what it takes from others too early, or writes over, shows.
+// on does, in every second block the last, so that it is as far ahead of the others as it may be: what it takes from them
+// too early, or writes over, shows.
 // Copies land as late as they may: when the fiber waits for their group. Slow on purpose.
 #undef _FORTIFY_SOURCE // whose longjmp takes another fiber's stack for a damaged one
 #include "cuda_emulation.h"
@@ -25,6 +26,7 @@ __thread Index threadIdx, blockIdx, blockDim, gridDim;
 namespace {
 
 constexpr int STACK_BYTES = 1 << 16;
+constexpr u32 MOST_POLLS = 1 << 16; // of a fiber that is not waiting for what nobody writes any more
 
 struct Warp { // what the lanes of a warp show one another
     unsigned a[32][4], b[32][2];
@@ -40,6 +42,7 @@ struct Fiber {
     bool begun = false;
     bool done = false;
     int cluster_barriers = 0;
+    u32 polls = 0; // loads of what other GPUs write, since a wait ended
     std::deque<std::vector<Copy>> groups{1}; // the last one is still open
     std::deque<std::vector<Product>> products{1}; // as well
 };
@@ -129,6 +132,7 @@ template <class F> void wait_until(F is_there) {
     if (is_there()) return;
     do give_way();
     while (!is_there());
+    fiber_here().polls = 0;
     cluster->progress++, block->progress++;
 }
 void meet(int &arrived, int &turn, int parties) {
@@ -459,6 +463,12 @@ void wait_for_bytes(u32 counter) {
     wait_until([=] { return cluster->members[rank_here].with(counter, all); });
 }
 
+u64 load_system(const u64 *p) {
+    check_read(p, 8);
+    if (++fiber_here().polls > MOST_POLLS) give_way();
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+
 // ---- launch
 
 static void fiber_entry() {
@@ -491,8 +501,9 @@ static bool run_warp(Block &mine, u32 warp) {
     return mine.progress != before;
 }
 static bool run_first_that_can_go_on(Block &mine) {
-    for (u32 warp = 0; warp < mine.warps.size(); warp++)
-        if (run_warp(mine, warp)) return true;
+    const u32 warps = mine.warps.size();
+    for (u32 i = 0; i < warps; i++)
+        if (run_warp(mine, blockIdx.x % 2 ? warps - 1 - i : i)) return true;
     return false;
 }
 static void run_block(const Launch &launch, u32 index, u32 rank, Cluster *of) {

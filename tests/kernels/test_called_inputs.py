@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from devices import DEVICES
 
 pytest.importorskip("triton")
 
@@ -21,9 +22,6 @@ from repro.kernels import (  # noqa: E402
     w2a2_gemv,
     wna16_gemv,
 )
-
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
-DEVICES = ["cpu", GPU]
 
 
 def latent(device):

@@ -4,7 +4,7 @@ import cuda_on_cpu
 import nvcc
 import pytest
 import torch
-from relative_error import relative_error
+from relative_error import ROUNDING, relative_error
 
 from repro.kernels import compensated_gemv as kernel
 from repro.kernels import nvrtc, wna16_gemv
@@ -29,7 +29,7 @@ def test_sources_on_the_cpu(case, config, monkeypatch):
     inputs = kernel.make_inputs(case)
     y = kernel.launch(**inputs, config=config)
     kernel._plan.cache_clear()
-    assert relative_error(y, kernel.reference(**inputs)) < {"float16": 1e-3, "bfloat16": 4e-3}[case["dtype"]]
+    assert relative_error(y, kernel.reference(**inputs)) < ROUNDING[case["dtype"]]
 
 
 @pytest.mark.parametrize("hidden", [0, 4])
@@ -97,7 +97,7 @@ def test_on_a_gpu(case):
     """With the product's own configuration and with others, several times, since two launches run side by side."""
     inputs = kernel.make_inputs(case, GPU)
     want = kernel.reference(**inputs)
-    most = {"float16": 1e-3, "bfloat16": 4e-3}[case["dtype"]]
+    most = ROUNDING[case["dtype"]]
     for config in (None, *kernel.CHECKED):
         for _ in range(3):
             y = kernel.launch(**inputs, config=config) if config else kernel.compensated_gemv(**inputs)

@@ -4,7 +4,7 @@ import cuda_on_cpu
 import pytest
 import torch
 from relative_error import relative_error
-from w4a16 import inputs, random_weight, weight
+from w4a16 import NEEDS_WGMMA, inputs, random_weight, weight
 
 from repro.bench import kernel_list
 from repro.kernels import launches, linear, nvrtc, packing, w4a16_beside, w4a16_gemm, wna16_gemv
@@ -162,9 +162,7 @@ def test_a_tensor_map_is_of_the_tokens_of_its_launch(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
+@NEEDS_WGMMA
 @pytest.mark.parametrize("tokens, rows, columns", [(353, 28672, 8192), (362, 14336, 4096), (370, 28672, 4096)])
 def test_two_launches_beside_each_other_on_a_gpu(tokens, rows, columns):
     """Again and again in a graph, and what comes behind them finds both done."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from devices import DEVICES
 from torch.autograd import forward_ad
 
 pytest.importorskip("triton")
@@ -10,8 +11,6 @@ from repro.bench import kernel_list  # noqa: E402
 from repro.kernels import linear, operators, packing, w8a8  # noqa: E402
 from repro.kernels.rms_norm import rms_norm  # noqa: E402
 
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
-DEVICES = ["cpu", GPU]
 FORM = {"N": 48, "K": 256, "bits": 4, "group": 64, "symmetric": False, "dtype": "float16", "seed": 0}
 NO_GRADIENT = r"^{} has no gradient; call it under torch.no_grad\(\), or detach its result$"
 
@@ -66,7 +65,7 @@ def test_a_weight_that_wants_a_gradient_does_not_get_none_either(device):
 
 def test_weights_made_in_inference_mode_take_activations_with_a_gradient():
     with torch.inference_mode():
-        packed = packed_weight("cpu").to("cpu")
+        packed = packed_weight("cpu")
         packed = packing.PackedWeight(packed.codes.clone(), packed.scale_zero.clone(), 4, 64, 48, 256, False)
     assert linear.wna16(activations(3, "cpu").requires_grad_(), packed).requires_grad
 

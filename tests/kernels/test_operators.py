@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fake_device import Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import every_case
 from relative_error import relative_error
 from transformers import LlamaConfig
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -18,7 +19,6 @@ from transformers.models.llama import modeling_llama as llama
 pytest.importorskip("triton")
 
 from repro.bench import operator_tasks, timing  # noqa: E402
-from repro.bench.kernel_list import load  # noqa: E402
 from repro.kernels import argmax, attention, noise, pple, rms_norm, rope_append, sample, silu_product  # noqa: E402
 from repro.kernels.operators import Argument, checker  # noqa: E402
 
@@ -384,7 +384,7 @@ def test_a_peer_without_padding_says_so():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name, case", [(name, case) for name in PAGES for case in load(name).CASES], ids=str)
+@pytest.mark.parametrize("name, case", every_case(PAGES), ids=str)
 def test_kernels_on_a_gpu(name, case):
     """Against the reference on the CPU; twice, with the same bits, and sampled tokens are equal."""
     module = PAGES[name]

@@ -4,7 +4,7 @@ import cuda_on_cpu
 import nvcc
 import pytest
 import torch
-from relative_error import relative_error
+from relative_error import ROUNDING, relative_error
 
 from repro.core.errors import UserError
 from repro.kernels import compensated_gemv as ec
@@ -13,7 +13,6 @@ from repro.kernels import row_parallel as kernel
 from repro.kernels.packing import PackedWeight, dequantize
 
 GPU = torch.device("cuda")
-ROUNDING = {"float16": 1e-3, "bfloat16": 4e-3}  # relative error that a dtype allows
 IDS = ["two", "three", "four, no gate", "no compensator"]
 CASES = kernel.CASES[: len(IDS)]
 

@@ -189,7 +189,8 @@ def test_calls_beside_each_other_on_a_gpu():
             graph.replay()
         runs.append([call() for call in calls])
     with torch.cuda.stream(side):
-        runs += [[call() for call in calls] for _ in range(20)]
+        for _ in range(20):
+            runs.append([call() for call in calls])
         runs.append(captured)
     torch.cuda.synchronize()
     assert x.get_device() in prepared.KEPT

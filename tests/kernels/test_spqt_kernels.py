@@ -8,6 +8,7 @@ import torch
 from fake_device import Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import every_case
 
 pytest.importorskip("triton")
 
@@ -186,7 +187,7 @@ def test_a_list_in_any_order_is_checked_by_its_count():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name, case", [(name, case) for name in NAMES for case in load(name).CASES], ids=str)
+@pytest.mark.parametrize("name, case", every_case(NAMES), ids=str)
 def test_kernels_on_a_gpu(name, case):
     """Against the reference; three times, with the same bits where the order is fixed."""
     module = load(name)

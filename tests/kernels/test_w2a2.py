@@ -14,6 +14,7 @@ import torch
 from fake_device import Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import every_case
 from relative_error import relative_error
 
 pytest.importorskip("triton")
@@ -324,7 +325,7 @@ def test_a_nan_is_a_nan_on_a_gpu(tokens, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name, case", [(name, case) for name in NAMES for case in load(name).CASES], ids=str)
+@pytest.mark.parametrize("name, case", every_case(NAMES), ids=str)
 def test_kernels_on_a_gpu(name, case):
     """Against the reference, twice with the same bits; every source where there are some."""
     module = load(name)

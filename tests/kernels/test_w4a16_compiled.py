@@ -137,5 +137,6 @@ def test_headers_take_no_name_that_a_kernel_is_given():
         "RANK",
         "RANKS",
     }
-    given |= {name.upper() for config in (*wna16_gemv.SPACE, *w8a8_gemv.SPACE) for name in config}
+    for config in (*wna16_gemv.SPACE, *w8a8_gemv.SPACE):
+        given |= {name.upper() for name in config}
     assert not taken & given

@@ -5,11 +5,39 @@ import functools
 import cuda_on_cpu
 import pytest
 import torch
-from relative_error import relative_error
-from w4a16 import BOUND, LARGEST, random_weight, some_slow, weight
+from relative_error import ROUNDING, relative_error
+from w4a16 import LARGEST, NEEDS_WGMMA, random_weight, some_slow, weight
 
 from repro.kernels import nvrtc, w4a16_gemm, w4a16_plans, w4a16_tiles
 
+
+def emulate(monkeypatch, load=cuda_on_cpu.load):
+    """Launches run on the CPU, as on a device of compute capability 9.0."""
+    monkeypatch.setattr(nvrtc, "load", load)
+    monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def inputs_of(case):
+    """x and the weight of a case, whose first seven entries say what they are."""
+    bits, group, symmetric, dtype, m, rows, columns = case[:7]
+    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    return x, random_weight(rows, columns, bits, group, symmetric)
+
+
+def known_and_not(x, packed, config, monkeypatch):
+    """y with columns that are a constant and with columns that are an argument, and what was compiled for each."""
+    loaded = []
+
+    def load(path, name, macros, *rest):
+        loaded.append(macros.get("COLUMNS"))
+        return cuda_on_cpu.load(path, name, macros, *rest)
+
+    emulate(monkeypatch, load)
+    return w4a16_gemm.launch(x, packed, config | {"KNOWN": 1}), w4a16_gemm.launch(x, packed, config), loaded
+
+
+MMA_WITHOUT_BLOCKS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "SPLIT")
 SOURCE_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MT RT WR WK KS STAGES SPLIT
     (4, 128, False, "float16", 5, 40, 384, (16, 1, 1, 2, 256, 3, 1)),
     (4, 128, False, "bfloat16", 19, 70, 640, (16, 2, 2, 1, 128, 2, 2)),
@@ -33,16 +61,12 @@ SOURCE_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MT RT W
 @pytest.mark.parametrize("case", some_slow(SOURCE_CASES, (1, 2, 4, 7, 8, 10, 11, 12, 14)), ids=str)
 def test_source_on_the_cpu(case, monkeypatch):
     """The .cu file itself: staged copies and their waits, swizzle, fragments, folds, ragged ends, clusters."""
-    bits, group, symmetric, dtype, m, rows, columns, numbers = case
-    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    packed = random_weight(rows, columns, bits, group, symmetric)
-    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-    names = ("MT", "RT", "WR", "WK", "KS", "STAGES", "SPLIT")
-    config = dict(zip(names, numbers)) | {"BLOCKS": 1}
+    emulate(monkeypatch)
+    x, packed = inputs_of(case)
+    config = dict(zip(MMA_WITHOUT_BLOCKS, case[7])) | {"BLOCKS": 1}
     for scaled in (0, 1):
         y = w4a16_gemm.launch(x, packed, config | {"SCALED": scaled})
-        assert relative_error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
+        assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case[3]]
 
 
 KNOWN_CASES = [  # the same, rows and columns in whole tiles
@@ -58,29 +82,22 @@ KNOWN_CASES = [  # the same, rows and columns in whole tiles
 ]
 
 
+def of_known(case):
+    """x, weight and configuration of a case."""
+    return *inputs_of(case), dict(zip(MMA_WITHOUT_BLOCKS, case[7])) | {"BLOCKS": 1, "SCALED": 0}
+
+
 @cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("case", some_slow(KNOWN_CASES, (0, 1, 5, 6, 7)), ids=str)
 def test_source_with_known_columns_on_the_cpu(case, monkeypatch):
     """The same sums to the last bit, and only where a weight ends with a tile."""
-    bits, group, symmetric, dtype, m, rows, columns, numbers = case
-    loaded = []
-
-    def load(path, name, macros, *rest):
-        loaded.append(macros.get("COLUMNS"))
-        return cuda_on_cpu.load(path, name, macros, *rest)
-
-    monkeypatch.setattr(nvrtc, "load", load)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    names = ("MT", "RT", "WR", "WK", "KS", "STAGES", "SPLIT")
-    config = dict(zip(names, numbers)) | {"BLOCKS": 1, "SCALED": 0}
-    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-    packed = random_weight(rows, columns, bits, group, symmetric)
-    y = w4a16_gemm.launch(x, packed, config | {"KNOWN": 1})
-    assert relative_error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
-    assert torch.equal(y, w4a16_gemm.launch(x, packed, config))
-    assert loaded == [columns, None]
+    x, packed, config = of_known(case)
+    (m, columns), rows, form = x.shape, packed.rows, (packed.bits, 0, packed.symmetric)
+    y, other, loaded = known_and_not(x, packed, config, monkeypatch)
+    assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case[3]]
+    assert torch.equal(y, other) and loaded == [columns, None]
     for ragged in ((rows - 1, columns), (rows, columns - columns // 4)):
-        _, plan = w4a16_plans.plan_of(config | {"KNOWN": 1}, m, *ragged, (bits, 0, symmetric), (9, 0))
+        _, plan = w4a16_plans.plan_of(config | {"KNOWN": 1}, m, *ragged, form, (9, 0))
         assert ("COLUMNS" in plan.macros) == (ragged[1] % plan.macros["KS"] == 0 and ragged[0] == rows)
 
 
@@ -107,13 +124,10 @@ WGMMA_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; WGS MB K
 @pytest.mark.parametrize("case", some_slow(WGMMA_CASES, (1, 2, 3, 5, 7, 8, 12, 13)), ids=str)
 def test_wgmma_source_on_the_cpu(case, monkeypatch):
     """Products of the tensor cores run as late as they may: a buffer that is written too early shows."""
-    bits, group, symmetric, dtype, m, rows, columns, numbers = case
-    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
-    packed = random_weight(rows, columns, bits, group, symmetric)
-    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    y = w4a16_gemm.launch(x, packed, dict(zip(w4a16_tiles.WGMMA_OF_64S, numbers)))
-    assert relative_error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
+    emulate(monkeypatch)
+    x, packed = inputs_of(case)
+    y = w4a16_gemm.launch(x, packed, dict(zip(w4a16_tiles.WGMMA_OF_64S, case[7])))
+    assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case[3]]
 
 
 # The same for at most MT tokens a tile, columns in whole stages; SCALED. Turns of the loop and their rest, thread
@@ -134,26 +148,9 @@ KNOWN_WGMMA_CASES = [
 ]
 
 
-def known_and_not(x, packed, config, monkeypatch):
-    """y with columns that are a constant and with columns that are an argument, and what was compiled for each."""
-    loaded = []
-
-    def load(path, name, macros, *rest):
-        loaded.append(macros.get("COLUMNS"))
-        return cuda_on_cpu.load(path, name, macros, *rest)
-
-    monkeypatch.setattr(nvrtc, "load", load)
-    monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return w4a16_gemm.launch(x, packed, config | {"KNOWN": 1}), w4a16_gemm.launch(x, packed, config), loaded
-
-
 def of_known_wgmma(case):
     """x, weight and configuration of a case."""
-    bits, group, symmetric, dtype, m, rows, columns, numbers, scaled = case
-    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-    config = dict(zip(w4a16_tiles.WGMMA, numbers)) | {"SCALED": scaled}
-    return x, random_weight(rows, columns, bits, group, symmetric), config
+    return *inputs_of(case), dict(zip(w4a16_tiles.WGMMA, case[7])) | {"SCALED": case[8]}
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -164,7 +161,7 @@ def test_wgmma_source_with_known_columns_on_the_cpu(case, monkeypatch):
     y, other, loaded = known_and_not(x, packed, config, monkeypatch)
     assert torch.equal(y, other) and loaded == [x.shape[1], None]
     off = relative_error(y, w4a16_gemm.reference(x, packed))
-    assert off < BOUND[case[3]]
+    assert off < ROUNDING[case[3]]
     if config["SCALED"] == 0 and packed.bits * packed.group == 512:
         scaled = w4a16_gemm.launch(x, packed, config | {"SCALED": 1})
         assert off < 0.75 * relative_error(scaled, w4a16_gemm.reference(x, packed))
@@ -189,11 +186,9 @@ MULTICAST_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MB S
 
 def multicast(case):
     """x, weight and configuration of a case; its last part is a configuration or the numbers of one."""
-    bits, group, symmetric, dtype, m, rows, columns, numbers = case
-    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-    packed = random_weight(rows, columns, bits, group, symmetric)
+    numbers = case[7]
     config = numbers if isinstance(numbers, dict) else dict(zip((*w4a16_tiles.MULTICAST_OF_64S, "PAIR"), numbers))
-    return x, packed, config
+    return *inputs_of(case), config
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -201,15 +196,13 @@ def multicast(case):
 def test_multicast_source_on_the_cpu(case, monkeypatch):
     """Boxes of x land in every thread block of a cluster as late as they may, and no stage is filled before all of them
     have read it."""
-    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
-    monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    emulate(monkeypatch)
     x, packed, config = multicast(case)
     form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
     launch, other = w4a16_gemm.prepared(x, *form, config), -x
     want = w4a16_gemm.reference(x, packed)
     for tokens, sign in ((x, 1), (other, -1), (x, 1)):  # a tensor map holds an address
-        assert relative_error(sign * launch(tokens, packed.codes, packed.scale_zero), want) < BOUND[case[3]]
+        assert relative_error(sign * launch(tokens, packed.codes, packed.scale_zero), want) < ROUNDING[case[3]]
 
 
 KNOWN_MULTICAST_CASES = [  # the same with columns in whole stages; WGS MT STAGES RING SPLIT PAIR, and PRODUCER
@@ -227,10 +220,7 @@ KNOWN_MULTICAST_CASES = [  # the same with columns in whole stages; WGS MT STAGE
 
 def of_known_multicast(case):
     """x, weight and configuration of a case."""
-    bits, group, symmetric, dtype, m, rows, columns, numbers = case
-    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-    config = dict(zip(("WGS", "MT", "STAGES", "RING", "SPLIT", "PAIR", "PRODUCER"), numbers))
-    return x, random_weight(rows, columns, bits, group, symmetric), config
+    return *inputs_of(case), dict(zip(("WGS", "MT", "STAGES", "RING", "SPLIT", "PAIR", "PRODUCER"), case[7]))
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -240,20 +230,18 @@ def test_multicast_source_with_known_columns_on_the_cpu(case, monkeypatch):
     x, packed, config = of_known_multicast(case)
     y, other, loaded = known_and_not(x, packed, config, monkeypatch)
     assert torch.equal(y, other) and loaded == [x.shape[1], None]
-    assert relative_error(y, w4a16_gemm.reference(x, packed)) < BOUND[case[3]]
+    assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case[3]]
 
 
 @cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("case", some_slow(KNOWN_MULTICAST_CASES[4:7], (1, 2)), ids=str)
 def test_no_stage_is_filled_before_all_have_read_it(case, monkeypatch):
     """Without a producer: boxes land as early as they may, while products run as late as they may."""
-    monkeypatch.setattr(nvrtc, "load", functools.partial(cuda_on_cpu.load, boxes_land_early=True))
-    monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    emulate(monkeypatch, functools.partial(cuda_on_cpu.load, boxes_land_early=True))
     x, packed, config = of_known_multicast(case)
     assert config["PRODUCER"] == 0
     y = w4a16_gemm.launch(x, packed, config | {"STAGES": 3})  # one is read, one waits, the third is filled
-    assert relative_error(y, w4a16_gemm.reference(x, packed)) < BOUND[case[3]]
+    assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case[3]]
 
 
 SMALL = [case for case in w4a16_gemm.CASES if case["N"] < 1000]
@@ -264,46 +252,39 @@ def test_operator_on_a_cpu(case):
     x, packed = w4a16_gemm.make_inputs(case)
     y = torch.ops.lowbit.w4a16_gemm(x, *weight(packed))
     assert y.shape == (case["M"], case["N"]) and y.dtype == x.dtype
-    assert relative_error(y, w4a16_gemm.reference(x, packed)) < BOUND[case["dtype"]]
+    assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case["dtype"]]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
+@NEEDS_WGMMA
 @pytest.mark.parametrize("case", WGMMA_CASES, ids=str)
 def test_wgmma_on_a_gpu(case):
-    bits, group, symmetric, dtype, m, rows, columns, numbers = case
-    packed = random_weight(rows, columns, bits, group, symmetric).to("cuda")
-    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to("cuda", getattr(torch, dtype))
-    config = dict(zip(w4a16_tiles.WGMMA_OF_64S, numbers))
-    assert relative_error(w4a16_gemm.launch(x, packed, config), w4a16_gemm.reference(x, packed)) < BOUND[dtype]
+    x, packed = inputs_of(case)
+    x, packed = x.cuda(), packed.to("cuda")
+    y = w4a16_gemm.launch(x, packed, dict(zip(w4a16_tiles.WGMMA_OF_64S, case[7])))
+    assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case[3]]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
+@NEEDS_WGMMA
 @pytest.mark.parametrize("case", MULTICAST_CASES, ids=str)
 def test_multicast_on_a_gpu(case):
     x, packed, config = multicast(case)
     x, packed = x.cuda(), packed.to("cuda")
     launch = functools.partial(w4a16_gemm.launch, x, packed, config)
-    assert relative_error(launch(), w4a16_gemm.reference(x, packed)) < BOUND[case[3]]
+    assert relative_error(launch(), w4a16_gemm.reference(x, packed)) < ROUNDING[case[3]]
     assert torch.equal(launch(), launch())
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
+@NEEDS_WGMMA
 @pytest.mark.parametrize("case", [*KNOWN_WGMMA_CASES, *KNOWN_MULTICAST_CASES], ids=str)
 def test_known_columns_of_wgmma_on_a_gpu(case):
     """The same bits as with columns that are an argument."""
     x, packed, config = (of_known_wgmma if len(case) == 9 else of_known_multicast)(case)
     x, packed = x.cuda(), packed.to("cuda")
     y = w4a16_gemm.launch(x, packed, config | {"KNOWN": 1})
-    assert relative_error(y, w4a16_gemm.reference(x, packed)) < BOUND[case[3]]
+    assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case[3]]
     assert torch.equal(y, w4a16_gemm.launch(x, packed, config))
 
 
@@ -314,13 +295,10 @@ def test_known_columns_of_wgmma_on_a_gpu(case):
 @pytest.mark.parametrize("case", KNOWN_CASES, ids=str)
 def test_known_columns_on_a_gpu(case):
     """The same bits as with columns that are an argument."""
-    bits, group, symmetric, dtype, m, rows, columns, numbers = case
-    names = ("MT", "RT", "WR", "WK", "KS", "STAGES", "SPLIT")
-    config = dict(zip(names, numbers)) | {"BLOCKS": 1, "SCALED": 0}
-    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to("cuda", getattr(torch, dtype))
-    packed = random_weight(rows, columns, bits, group, symmetric).to("cuda")
+    x, packed, config = of_known(case)
+    x, packed = x.cuda(), packed.to("cuda")
     y = w4a16_gemm.launch(x, packed, config | {"KNOWN": 1})
-    assert relative_error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
+    assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case[3]]
     assert torch.equal(y, w4a16_gemm.launch(x, packed, config))
 
 
@@ -330,7 +308,7 @@ def test_known_columns_on_a_gpu(case):
 def test_operator_on_a_gpu(case):
     x, packed = w4a16_gemm.make_inputs(case, "cuda")
     y = torch.ops.lowbit.w4a16_gemm(x, *weight(packed))
-    assert relative_error(y, w4a16_gemm.reference(x, packed)) < BOUND[case["dtype"]]
+    assert relative_error(y, w4a16_gemm.reference(x, packed)) < ROUNDING[case["dtype"]]
     assert torch.equal(y, torch.ops.lowbit.w4a16_gemm(x, *weight(packed)))
 
 
