@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from repro.kernels.launch_config import capability_of, processors
-from repro.kernels.w4a16_choice import configuration, serving_record
+from repro.kernels.w4a16_choice import configuration, recorded_head
 from repro.kernels.w4a16_estimates import READ, START, at_once, bytes_of_weight, estimate
 from repro.kernels.w4a16_plans import grid_of, uses_wgmma
 from repro.kernels.w4a16_tiles import MOST_TOKENS
@@ -32,10 +32,13 @@ def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> i
     """How many of m tokens to multiply in a launch of their own, with the others beside them; 0 for one launch.
 
     Up to 256 tokens one launch is the faster one (192 beside 17 to 64 took 1.01 to 1.22 of its time at four layers of
-    an H200), and so it is where a configuration for m tokens is recorded.
+    an H200), and so it is where a configuration for m tokens is recorded, unless two launches are.
     """
-    if m <= LEAST_HEAD or capability_of(device) != (9, 0) or serving_record(m, n, k, bits, device):
+    if m <= LEAST_HEAD or capability_of(device) != (9, 0):
         return 0
+    recorded = recorded_head(m, n, k, bits, device)
+    if recorded is not None:
+        return recorded
     times = {head: time_of_two(head, m - head, n, k, bits, device) for head in heads_of(m)}
     if not times:
         return 0
@@ -50,14 +53,8 @@ def heads_of(m: int) -> list[int]:
 
 
 def time_of_one(m: int, n: int, k: int, bits: int, device: torch.device) -> float:
-    """Microseconds of m tokens in one launch, as either of two is estimated too: without an unrolled loop.
-
-    Of its gain with more than 128 tokens no estimate knows.
-    """
-    config = configuration(m, n, k, bits, device, beside=True)
-    if uses_wgmma(config):
-        config = {name: value for name, value in config.items() if name not in ("KNOWN", "SCALED")}
-    return estimate(config, m, n, k, bits, processors(device))
+    """Microseconds of m tokens in one launch."""
+    return estimate(configuration(m, n, k, bits, device), m, n, k, bits, processors(device))
 
 
 def time_of_two(head: int, tail: int, n: int, k: int, bits: int, device: torch.device) -> float:
@@ -71,7 +68,7 @@ def time_of_two(head: int, tail: int, n: int, k: int, bits: int, device: torch.d
     else:
         config = configuration(tail, n, k, bits, device, beside=True)
         slower = SLOWER if uses_wgmma(config) or tail <= MOST_QUICK else SLOWER_MMA
-        second = time_of_one(tail, n, k, bits, device)
+        second = estimate(config, tail, n, k, bits, sms)
         longer = longer_in_turns(wave, waves.free, second, waves_of(config, tail, n, k, sms), sms, slower)
     return first + BESIDE + n * k * bits / 8 / BESIDE_READ + longer
 

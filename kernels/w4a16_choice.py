@@ -16,10 +16,14 @@ from repro.kernels.w4a16_plans import is_unrolled, runs, trimmed
 from repro.kernels.w4a16_tiles import CANDIDATES, LEAST_MULTICAST, tokens_of
 
 TAIL = "w4a16_gemm_tail"  # where configurations for a second launch are recorded
+HEAD = "w4a16_gemm_head"  # and how many tokens the first of two launches has: {"tokens": 448}, 0 for one launch
 # Numbers of tokens: with configurations of their own; of those, each that serves all tokens above the one before it; as
 # many as which fewer tokens are estimated.
-TOKENS = (8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384)
-SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384)
+TOKENS = (
+    *(8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256),
+    *(288, 320, 360, 376, 384, 448, 456, 512, 640),
+)
+SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 640)
 ESTIMATED = (8, 12, 16, 24, 32, 40, 48, 64, 80)
 SEVERAL_TILES = 256  # tokens from which on a configuration may be for more tokens, too, in more tiles
 
@@ -67,6 +71,17 @@ def serving_record(m: int, n: int, k: int, bits: int, device: torch.device | str
     for tokens in serving(m):
         if config := recorded_for(tokens, n, k, bits, device, beside):
             return config
+    return None
+
+
+def recorded_head(m: int, n: int, k: int, bits: int, device: torch.device | str) -> int | None:
+    """How many of m tokens have a launch of their own by a record, 0 if all have one launch; None without a record."""
+    for tokens in serving(m):
+        key = tuning_key({"M": tokens, "N": n, "K": k, "bits": bits})
+        if head := launch_config(HEAD, key, device):
+            return head["tokens"]
+        if launch_config("w4a16_gemm", key, device):
+            return 0
     return None
 
 

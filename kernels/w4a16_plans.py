@@ -224,11 +224,20 @@ def plan_wgmma(config: dict, count: int, rows: int, columns: int, form: Form) ->
 
 
 def wgmma_fitted(config: dict, bits: int, group: int, symmetric: bool) -> dict:
-    """`config` for a format: stages are whole packed blocks, as many as fit; stages of words are dropped first."""
+    """`config` for a format: stages are whole packed blocks, as many as fit; stages of words are dropped first.
+
+    Where two stages of each do not fit, K is not split, and then stages have half as many columns.
+    """
     config = config | {"KS": max(config["KS"], packing.block_columns(bits))}
     while wgmma_shared_bytes(config, tokens_of(config), bits, group, symmetric) > MOST_SHARED[9, 0]:
-        name = next((name for name in ("RING", "STAGES") if config[name] > 2), "SPLIT")
-        config[name] = 1 if name == "SPLIT" else config[name] - 1
+        if config["RING"] > 2:
+            config["RING"] -= 1
+        elif config["STAGES"] > 2:
+            config["STAGES"] -= 1
+        elif config["SPLIT"] > 1:
+            config["SPLIT"] = 1
+        else:
+            config["KS"] //= 2
     return config
 
 

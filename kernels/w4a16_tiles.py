@@ -37,16 +37,19 @@ class Candidate:
         config: constants of its source by name.
         least, most: tokens, from and up to which it is chosen from; it is recorded alone if none lie between.
         bits: of weights.
+        several: tokens from which on it is chosen from again, in several tiles.
     """
 
     config: dict[str, int]
     least: int
     most: int
     bits: tuple[int, ...]
+    several: int = MAX_ROWS + 1
 
     def suits(self, tokens: int, bits: int) -> bool:
         """Whether it is chosen from for so many tokens and weights of some bits."""
-        return self.least <= tokens <= self.most and bits in self.bits
+        enough = self.least <= tokens <= self.most or self.several <= tokens <= MAX_ROWS
+        return enough and bits in self.bits
 
 
 def tokens_of(config: Mapping[str, int]) -> int:
@@ -62,6 +65,7 @@ def each(
     most: int | None = MAX_ROWS,
     bits: tuple[int, ...] = BITS,
     more: Mapping[str, int] | None = None,
+    several: int = MAX_ROWS + 1,
 ) -> list[Candidate]:
     """A candidate for each tile with each split.
 
@@ -73,6 +77,7 @@ def each(
         most: tokens up to which they are; None for those of the tile.
         bits: of the weights for which they are.
         more: what all configurations say besides.
+        several: tokens from which on they are again, in several tiles.
     """
     candidates = []
     for tile in tiles:
@@ -80,7 +85,7 @@ def each(
             config = dict(zip(names, (*tile, split), strict=True)) | (more or {})
             tokens = tokens_of(config)
             first = least if isinstance(least, int) else least[tokens]
-            candidates.append(Candidate(config, first, tokens if most is None else most, bits))
+            candidates.append(Candidate(config, first, tokens if most is None else most, bits, several))
     return candidates
 
 
@@ -183,17 +188,20 @@ FROM_NINE = {24: 9, 32: 9, 48: 33}  # tokens from which on unrolled loops over 2
 NEARLY_FULL = {  # the same of others
     24: 17, 32: 17, 48: 33, 64: 41, 80: 65, 96: 65, 128: 97, 160: 129, 192: 129, 224: 193, 256: 193,
 }  # fmt: skip
+SEVERAL = 257  # tokens from which on unrolled loops are chosen from for several tiles, too
 RECORDED_LOOPS_OF_SUMS = [
     (4, 32, 128, 5, 5), (2, 32, 256, 3, 3), (2, 32, 256, 4, 4), (3, 48, 128, 5, 5), (2, 48, 128, 6, 6),
     (2, 48, 256, 3, 3), (2, 48, 256, 4, 4), (1, 48, 256, 4, 4), (1, 64, 128, 8, 8), (1, 64, 256, 5, 5),
     (4, 32, 128, 8, 4), (4, 32, 128, 6, 3), (2, 32, 256, 6, 3), (1, 32, 256, 8, 4), (4, 48, 128, 8, 4),
-    (3, 48, 128, 6, 3), (2, 48, 128, 8, 4),
+    (3, 48, 128, 6, 3), (2, 48, 128, 8, 4), (1, 56, 128, 8, 4),
 ]  # fmt: skip
 RECORDED_LOOPS = [
     (3, 80, 128, 3, 3), (2, 80, 128, 4, 8), (2, 96, 128, 4, 4), (1, 64, 256, 4, 4),
     (2, 64, 128, 8, 4), (4, 64, 128, 4, 4), (1, 112, 256, 2, 4),
     (3, 112, 128, 3, 3), (2, 128, 128, 3, 3), (3, 128, 64, 3, 3),
-    (4, 64, 128, 4, 2), (3, 64, 128, 6, 3), (2, 64, 256, 4, 2),
+    (4, 64, 128, 4, 2), (3, 64, 128, 6, 3), (2, 64, 256, 4, 2), (2, 56, 128, 8, 4), (3, 72, 128, 6, 3),
+    (1, 56, 128, 8, 4), (2, 72, 128, 6, 3), (2, 80, 128, 6, 3), (1, 80, 128, 8, 4), (2, 112, 256, 2, 2),
+    (3, 128, 128, 2, 2),
 ]  # fmt: skip
 OF_WGMMA = [
     *each(WGMMA_OF_64S, ANY_WGMMA_TILES, SPLITS, FILLED),
@@ -201,11 +209,16 @@ OF_WGMMA = [
     *each(WGMMA, [(2, 48, 256, 3, 3), (2, 48, 128, 8, 6)], SPLITS, 33, 48),
     *each(WGMMA, WIDE_WGMMA_TILES, SPLITS, 65, 112, bits=(4, 8)),
     *each(WGMMA, [(4, 96, 64, 5, 6)], SPLITS, 65, bits=(4, 8)),  # 256 rows: registers hold no sums of 128 tokens
-    *each(WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] == 4], SPLITS, FROM_NINE, None, (4,), KNOWN_OF_SUMS),
-    *each(WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] < 4], SPLITS, NEARLY_FULL, None, (4,), KNOWN_OF_SUMS),
-    *each(WGMMA, LOOPS, SPLITS, NEARLY_FULL, None, (4,), KNOWN),
+    *each(
+        WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] == 4], SPLITS, FROM_NINE, None, (4,), KNOWN_OF_SUMS, SEVERAL
+    ),
+    *each(
+        WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] < 4], SPLITS, NEARLY_FULL, None, (4,), KNOWN_OF_SUMS, SEVERAL
+    ),
+    *each(WGMMA, LOOPS, SPLITS, NEARLY_FULL, None, (4,), KNOWN, SEVERAL),
     *recorded_alone(WGMMA, RECORDED_LOOPS_OF_SUMS, SPLITS, KNOWN_OF_SUMS),
     *recorded_alone(WGMMA, RECORDED_LOOPS, SPLITS, KNOWN),
+    *recorded_alone(WGMMA, [(2, 128, 256, 2, 2)], (1, 2), KNOWN),
 ]
 
 LEAST_MULTICAST = 97  # tokens: up to 96 of 14336 x 4096 and 8192 x 8192 `wgmma` takes 0.90 and 0.93 of its time
@@ -218,12 +231,16 @@ ALONE = {"PAIR": 1}
 OF_MULTICAST += [
     *each(("MT", "STAGES", "RING", "SPLIT"), [(MOST_TOKENS, 4, 3)], (1, 2, 3, 4), LEAST_MULTICAST, more=ALONE),
     *each(MULTICAST, [(4, 128, 4, 3)], (1,), LEAST_MULTICAST, 128, more=ALONE),
-    *each(MULTICAST_OF_64S, [(2, 6, 3), (2, 8, 4)], (1, 2, 3, 4), NEARLY_FULL, None, (4,), ALONE | KNOWN),
-    *each(MULTICAST, [(4, 128, 8, 4)], (1, 2), NEARLY_FULL, None, (4,), ALONE | KNOWN),
-    *each(MULTICAST_OF_64S, [(3, 6, 3), (4, 4, 2)], (1, 2, 3, 4), NEARLY_FULL, None, (4,), ALONE | KNOWN),
-    *each(MULTICAST, [(3, 128, 6, 3), (3, 192, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | KNOWN),
-    *each(MULTICAST, [(4, 160, 4, 2)], (1,), NEARLY_FULL, None, (4,), ALONE | KNOWN | {"PRODUCER": 0}),
-    *each(MULTICAST, [(3, 224, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | KNOWN | {"PRODUCER": 0}),
+    *each(MULTICAST_OF_64S, [(2, 6, 3), (2, 8, 4)], (1, 2, 3, 4), NEARLY_FULL, None, (4,), ALONE | KNOWN, SEVERAL),
+    *each(MULTICAST, [(4, 128, 8, 4)], (1, 2), NEARLY_FULL, None, (4,), ALONE | KNOWN, SEVERAL),
+    *each(MULTICAST_OF_64S, [(3, 6, 3), (4, 4, 2)], (1, 2, 3, 4), NEARLY_FULL, None, (4,), ALONE | KNOWN, SEVERAL),
+    *each(MULTICAST, [(3, 128, 6, 3), (3, 192, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | KNOWN, SEVERAL),
+    *each(MULTICAST, [(4, 160, 4, 2)], (1,), NEARLY_FULL, None, (4,), ALONE | KNOWN | {"PRODUCER": 0}, SEVERAL),
+    *each(MULTICAST, [(3, 224, 4, 2)], SPLITS, NEARLY_FULL, None, (4,), ALONE | KNOWN | {"PRODUCER": 0}, SEVERAL),
+    *recorded_alone(MULTICAST_OF_64S, [(4, 6, 2), (4, 7, 3)], (1, 2, 3), ALONE | KNOWN),
+    *recorded_alone(MULTICAST_OF_64S, [(5, 5, 2)], (1, 2), ALONE),
+    *recorded_alone(MULTICAST_OF_64S, [(3, 8, 3), (4, 7, 3)], (1,), {"PAIR": 2}),
+    *recorded_alone(MULTICAST, [(3, 160, 8, 3)], (1,), ALONE | KNOWN),
 ]
 
 CANDIDATES = {"mma": OF_MMA, "wgmma": OF_WGMMA, "multicast": OF_MULTICAST}  # by source

@@ -52,7 +52,9 @@ MOST_WORKERS = 16  # processes that compile
 MOST_ESTIMATED = 100  # configurations of W4A16 that are tried at a key; what is recorded is among them
 HEAD = w4a16_beside.LEAST_HEAD  # tokens of the first of two launches, behind which the second is timed
 SECOND = [m for m in w4a16_choice.TOKENS if w4a16_beside.MOST_DECODED < m <= w4a16_beside.MOST_TAIL]
-MODULES = {w4a16_choice.TAIL: "w4a16_gemm"}  # of what is tuned, where it is not a kernel's own name
+MODULES = dict.fromkeys(
+    (w4a16_choice.TAIL, w4a16_choice.HEAD), "w4a16_gemm"
+)  # of what is tuned, where it is not a kernel's own name
 BOTH_TYPES = ("float16", "bfloat16")  # of activations whose configurations are the same
 Q4_K_STEP = (  # products of layers that share an input, of Llama 3 8B, Llama 2 7B, 13B and 70B: q, k, v; gate, up
     *((6144, 4096), (28672, 4096), (12288, 4096), (22016, 4096)),
@@ -189,6 +191,30 @@ def _w4a16_gemm_tail() -> list[TuningPoint]:
     return points
 
 
+def _w4a16_gemm_head() -> list[TuningPoint]:
+    """One launch, or how many tokens the first of two has that run beside each other."""
+    module = load("w4a16_gemm")
+
+    def prepare(case: Case) -> Callable[[Config], list[Task]]:
+        x, packed = module.make_inputs(case, "cuda")
+        alone = w4a16_choice.configuration(case["M"], case["N"], case["K"], case["bits"], x.device)
+
+        def tasks(config: Config) -> list[Task]:
+            launch = functools.partial(module.launch, config=alone)
+            if config["tokens"]:
+                launch = functools.partial(linear.launch_two, head=config["tokens"])
+            return [Task(w4a16_choice.HEAD, launch, {"x": x, "packed": packed}, module.reference, 4e-3)]
+
+        return tasks
+
+    points = []
+    counts = [m for m in w4a16_choice.TOKENS if m > w4a16_beside.LEAST_HEAD]
+    for case in _cases(*counts, bits=4, group=128, symmetric=False):
+        space = [{"tokens": tokens} for tokens in (0, *w4a16_beside.heads_of(case["M"]))]
+        points.append(TuningPoint(w4a16_choice.tuning_key(case), space, functools.partial(prepare, case)))
+    return points
+
+
 def _q4_k(name: str) -> list[TuningPoint]:
     """Products with Q4_K on the layers of the papers' models and those of a step, half of the inputs listed or all."""
     module = load(name)
@@ -257,6 +283,7 @@ TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {
     "wna16_gemv": _wna16_gemv,
     "w4a16_gemm": _w4a16_gemm,
     w4a16_choice.TAIL: _w4a16_gemm_tail,
+    w4a16_choice.HEAD: _w4a16_gemm_head,
     "w8a8_gemv": lambda: _points("w8a8_gemv", _cases(1, 2, 4, 8), types=BOTH_TYPES),
     "q4_k_gemv": lambda: _q4_k("q4_k_gemv"),
     "q4_k_naive_sparse": lambda: _q4_k("q4_k_naive_sparse"),

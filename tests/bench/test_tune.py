@@ -396,7 +396,7 @@ def test_a_card_like_a_tuned_one_takes_its_configurations_and_the_log_says_so_on
     launch_config.configurations.cache_clear()
 
 
-@pytest.mark.parametrize("name", TUNABLE)
+@pytest.mark.parametrize("name", [name for name in TUNABLE if name != w4a16_choice.HEAD])  # which records tokens alone
 def test_every_recorded_configuration_is_in_the_space(name):
     for path in tune.FOLDER.glob("*.json"):
         for key, config in tune.read(path).get(name, {}).items():
@@ -482,6 +482,24 @@ def test_a_second_launch_is_swept_behind_a_first_one_of_256_tokens(monkeypatch):
     assert warmed == [256, None] and given == [256, point.space[3]] and x.shape == (280, 2048)
     assert task.want(**task.inputs).shape == (280, 512)
     assert len(point.space) == 100
+
+
+def test_a_first_launch_is_swept_over_whole_tiles_and_all_tokens(monkeypatch):
+    """Two launches with so many tokens in the first, or one in the configuration that is chosen for all."""
+    name, launched, module = w4a16_choice.HEAD, [], load("w4a16_gemm")
+    monkeypatch.setattr(tune.linear, "launch_two", lambda x, packed, head, tail=None: launched.append((len(x), head)))
+    monkeypatch.setattr(module, "launch", lambda x, packed, config: launched.append((len(x), config)))
+    make_inputs = module.make_inputs
+    monkeypatch.setattr(module, "make_inputs", lambda case, device: make_inputs(case, "cpu"))
+    points = {point.key: point for point in TUNABLE[name]()}
+    assert {int(key.split()[1][1:]) for key in points} == {288, 320, 360, 376, 384, 448, 456, 512, 640}
+    point = points["w4 m360 512x2048"]
+    assert point.space == [{"tokens": 0}, {"tokens": 320}, {"tokens": 352}]
+    tasks = point.prepare()
+    for config in point.space:
+        (task,) = tasks(config)
+        task.launch(**task.inputs)
+    assert launched == [(360, w4a16_choice.configuration(360, 512, 2048, 4, "cpu")), (360, 320), (360, 352)]
 
 
 @pytest.mark.parametrize("name", ["w2a2_gemv", "w2a2_ready"])

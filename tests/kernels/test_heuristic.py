@@ -127,7 +127,7 @@ def test_between_recorded_numbers_of_tokens_their_tiles_count(monkeypatch):
     assert "WGS" in configs[65] and w4a16_plans.trimmed(configs[65], 65) == 72
     assert [w4a16_tiles.tokens_of(configs[m]) for m in (129, 192, 193, 256)] == [192, 192, 256, 256]
     assert configs[256] == recorded["w4 m256 14336x4096"]
-    assert w4a16_choice.configuration(512, 14336, 4096, 4, "cpu") == configs[256]  # two full tiles
+    assert w4a16_choice.configuration(512, 14336, 4096, 4, "cpu") == recorded["w4 m448 14336x4096"]  # two full tiles
     times = {m: w4a16_estimates.estimate(config, m, 14336, 4096, 4, 132) for m, config in configs.items()}
     assert times[129] < 1.15 * times[128] and times[65] < 1.25 * times[64]
 
@@ -191,9 +191,10 @@ def test_a_launch_beside_another_takes_what_is_recorded_for_it(monkeypatch):
 
 
 def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
-    """Of 16 tokens those of 256 rows alone; a tile of 64 from 41 on, of 128 from 97 on; of 4 bits alone."""
+    """Of 16 tokens those of 256 rows alone; a tile of 64 from 41 on, of 128 from 97; all from 257 on; of 4 bits."""
     few = {8: set(), 16: {24, 32}, 24: {24, 32}, 32: {32}, 33: {48}, 41: {48, 64}, 49: {64}, 65: {80, 96}}
-    many = {97: {128}, 128: {128}, 129: {160, 192}, 161: {192}, 193: {224, 256}, 225: {256}, 256: {256}, 257: set()}
+    many = {97: {128}, 128: {128}, 129: {160, 192}, 161: {192}, 193: {224, 256}, 225: {256}, 256: {256}}
+    many[257] = many[2048] = set().union(*few.values(), *many.values())  # several tiles of each
     for m, tiles in (few | many).items():
         able = list(filter(w4a16_plans.is_unrolled, w4a16_choice.chosen_from(m, 4, (9, 0))))
         assert {w4a16_tiles.tokens_of(config) for config in able} == tiles

@@ -33,6 +33,19 @@ def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monk
     w4a16_beside.tokens_of_head.cache_clear()
 
 
+def test_the_first_launch_has_as_many_tokens_as_are_recorded(monkeypatch):
+    """Of tokens that the record serves, 0 where one launch is recorded; whatever is estimated."""
+    recorded = {"w4a16_gemm_head": {"w4 m456 1024x4096": {"tokens": 448}, "w4 m640 1024x4096": {"tokens": 0}}}
+    recorded["w4a16_gemm"] = {"w4 m512 1024x4096": {"MB": 4, "STAGES": 4, "RING": 3, "SPLIT": 1, "PAIR": 1}}
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded.get(kernel, {}).get(key))
+    monkeypatch.setattr(w4a16_beside, "time_of_two", lambda *_: 0.0)  # 385 tokens, of which nothing is recorded
+    w4a16_beside.tokens_of_head.cache_clear()
+    counts = (256, 385, 449, 456, 457, 512, 513, 576)
+    heads = {m: w4a16_beside.tokens_of_head(m, 1024, 4096, 4, torch.device("cpu")) for m in counts}
+    assert heads == {256: 0, 385: 352, 449: 448, 456: 448, 457: 0, 512: 0, 513: 0, 576: 0}
+    w4a16_beside.tokens_of_head.cache_clear()
+
+
 def test_up_to_256_tokens_are_one_launch(monkeypatch):
     """Though two are estimated to be faster: 192 of 209 tokens of 3072 x 8192."""
     monkeypatch.setattr(w4a16_choice, "launch_config", lambda *_: None)
@@ -49,14 +62,17 @@ def test_two_launches_are_taken_where_they_were_faster_on_an_h200(monkeypatch):
     """Tokens of the first; 0 where one launch took as long or less: a second one by `mma`, or very small layers."""
     recorded = configurations("nvidia-h200")
     monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded[kernel].get(key))
-    faster = {(8192, 8192, 384): 320, (6144, 4096, 560): 512, (14336, 4096, 544): 512}
+    faster = {(11008, 4096, 480): 448, (6144, 4096, 449): 448, (6144, 4096, 560): 512, (14336, 4096, 544): 512}
     slower = [(6144, 4096, 288), (6144, 4096, 400), (3072, 8192, 288), (2048, 2048, 265), (2048, 2048, 288)]
     w4a16_beside.tokens_of_head.cache_clear()
     for (rows, columns, tokens), head in (faster | dict.fromkeys(slower, 0)).items():
         assert w4a16_beside.tokens_of_head(tokens, rows, columns, 4, torch.device("cpu")) == head
     assert w4a16_choice.serving_record(265, 2048, 8192, 4, "cuda")  # for one launch, though two have a lower estimate
     assert not w4a16_beside.tokens_of_head(265, 2048, 8192, 4, torch.device("cpu"))
-    for name, value, wrong in (("SLOWER_MMA", w4a16_beside.SLOWER, slower[1]), ("GAIN", 0.0, (2048, 2048, 337))):
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda *_: None)
+    for name, value, wrong in (("SLOWER_MMA", w4a16_beside.SLOWER, slower[0]), ("GAIN", 0.0, (1024, 4096, 337))):
+        w4a16_beside.tokens_of_head.cache_clear()
+        assert not w4a16_beside.tokens_of_head(wrong[2], *wrong[:2], 4, torch.device("cpu"))
         with monkeypatch.context() as patch:
             patch.setattr(w4a16_beside, name, value)
             w4a16_beside.tokens_of_head.cache_clear()

@@ -61,6 +61,13 @@ def test_where_nothing_else_fits_fewer_warps_share_columns():
     assert w4a16_plans.fitted(config, 4, 32, False) == config
 
 
+def test_where_two_stages_of_wgmma_do_not_fit_they_have_half_as_many_columns():
+    """8 bits of 256 columns: no split, then 128 columns."""
+    config = dict(zip(w4a16_tiles.WGMMA, (2, 128, 256, 2, 2, 2))) | {"KNOWN": 1}
+    assert w4a16_plans.wgmma_fitted(config, 4, 128, False) == config
+    assert w4a16_plans.wgmma_fitted(config, 8, 128, False) == config | {"KS": 128, "SPLIT": 1}
+
+
 def test_columns_are_a_constant_where_stages_and_groups_divide_them():
     """Rows may end within a tile of `wgmma`, not of `mma`, whose thread blocks copy whole tiles."""
     wgmma = dict(zip(w4a16_tiles.WGMMA, (2, 32, 128, 3, 3, 2))) | {"KNOWN": 1}
