@@ -21,7 +21,7 @@ HEAD = "w4a16_gemm_head"  # and how many tokens the first of two launches has: {
 # many as which fewer tokens are estimated.
 TOKENS = (
     *(8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256),
-    *(288, 320, 360, 376, 384, 448, 456, 512, 640),
+    *(288, 320, 352, 360, 376, 384, 448, 456, 512, 640),
 )
 SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 640)
 ESTIMATED = (8, 12, 16, 24, 32, 40, 48, 64, 80)
@@ -78,7 +78,8 @@ def recorded_head(m: int, n: int, k: int, bits: int, device: torch.device | str)
     """How many of m tokens have a launch of their own by a record, 0 if all have one launch; None without a record."""
     for tokens in serving(m):
         key = tuning_key({"M": tokens, "N": n, "K": k, "bits": bits})
-        if head := launch_config(HEAD, key, device):
+        head = launch_config(HEAD, key, device)
+        if head and head["tokens"] < m:
             return head["tokens"]
         if launch_config("w4a16_gemm", key, device):
             return 0

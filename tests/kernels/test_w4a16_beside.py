@@ -34,15 +34,17 @@ def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monk
 
 
 def test_the_first_launch_has_as_many_tokens_as_are_recorded(monkeypatch):
-    """Of tokens that the record serves, 0 where one launch is recorded; whatever is estimated."""
-    recorded = {"w4a16_gemm_head": {"w4 m456 1024x4096": {"tokens": 448}, "w4 m640 1024x4096": {"tokens": 0}}}
-    recorded["w4a16_gemm"] = {"w4 m512 1024x4096": {"MB": 4, "STAGES": 4, "RING": 3, "SPLIT": 1, "PAIR": 1}}
+    """Of more tokens than that which the record serves, 0 where one launch is recorded; whatever is estimated."""
+    heads = {288: 256, 360: 352, 456: 448, 640: 0}
+    recorded = {"w4a16_gemm_head": {f"w4 m{m} 1024x4096": {"tokens": tokens} for m, tokens in heads.items()}}
+    tile = {"MB": 4, "STAGES": 4, "RING": 3, "SPLIT": 1, "PAIR": 1}
+    recorded["w4a16_gemm"] = {f"w4 m{m} 1024x4096": tile for m in (384, 512)}
     monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded.get(kernel, {}).get(key))
     monkeypatch.setattr(w4a16_beside, "time_of_two", lambda *_: 0.0)  # 385 tokens, of which nothing is recorded
     w4a16_beside.tokens_of_head.cache_clear()
-    counts = (256, 385, 449, 456, 457, 512, 513, 576)
-    heads = {m: w4a16_beside.tokens_of_head(m, 1024, 4096, 4, torch.device("cpu")) for m in counts}
-    assert heads == {256: 0, 385: 352, 449: 448, 456: 448, 457: 0, 512: 0, 513: 0, 576: 0}
+    want = {256: 0, 257: 256, 321: 0, 352: 0, 353: 352, 360: 352, 361: 0, 385: 352, 449: 448, 456: 448, 457: 0, 513: 0}
+    for m, head in want.items():
+        assert w4a16_beside.tokens_of_head(m, 1024, 4096, 4, torch.device("cpu")) == head, m
     w4a16_beside.tokens_of_head.cache_clear()
 
 

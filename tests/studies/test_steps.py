@@ -53,6 +53,6 @@ def test_two_of_three_targets_hold_where_they_are_recorded(path):
     recorded = json.loads(path.read_text(encoding="utf-8"))["times"]
     assert set(recorded) == {f"{n}x{k}" for n, k in steps.shapes()}
     missed = steps.verdicts(recorded)
-    assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 16
+    assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 8
     of_llama_3 = {f"{n}x{k}": recorded[f"{n}x{k}"] for n, k in steps.LLAMA_3}
     assert len(steps.verdicts(of_llama_3)["step"]) <= 1
