@@ -1,8 +1,8 @@
 """Where the tokens of a product are faster in two launches beside each other (`beside.cuh`) than in one.
 
 A few tokens more than fill the tiles of a launch make a wave of thread blocks of their own, though its last wave leaves
-SMs free. As a second launch up to 64 tokens can run on these. `linear.py` launches both; what they take is estimated
-(`w4a16_estimates.py`), with constants for pairs that were measured on an H200.
+SMs free. As a second launch up to 64 tokens can run on these. `linear.py` launches both. How many tokens the first one
+has is recorded, or what they take is estimated (`w4a16_estimates.py`), with constants for pairs measured on an H200.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Where two launches beside each other are taken, and which tokens are the first one's; `test_linear.py` runs them."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -45,6 +47,19 @@ def test_the_first_launch_has_as_many_tokens_as_are_recorded(monkeypatch):
     want = {256: 0, 257: 256, 321: 0, 352: 0, 353: 352, 360: 352, 361: 0, 385: 352, 449: 448, 456: 448, 457: 0, 513: 0}
     for m, head in want.items():
         assert w4a16_beside.tokens_of_head(m, 1024, 4096, 4, torch.device("cpu")) == head, m
+    w4a16_beside.tokens_of_head.cache_clear()
+
+
+def test_the_first_launch_has_fewer_tokens_than_there_are(monkeypatch):
+    """At every number from one record to the next of the layers with recorded heads; the second has at most 64."""
+    recorded = configurations("nvidia-h200")
+    monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded[kernel].get(key))
+    w4a16_beside.tokens_of_head.cache_clear()
+    shapes = {key.split()[2] for key in recorded[w4a16_choice.HEAD]}
+    counts = [m + 1 for m in w4a16_choice.TOKENS if m >= w4a16_beside.LEAST_HEAD]
+    for shape, m in itertools.product(sorted(shapes), counts):
+        head = w4a16_beside.tokens_of_head(m, *map(int, shape.split("x")), 4, torch.device("cpu"))
+        assert head == 0 or 0 < m - head <= w4a16_beside.MOST_TAIL, (shape, m, head)
     w4a16_beside.tokens_of_head.cache_clear()
 
 
