@@ -4,8 +4,8 @@
     launches(x, y)                                   # on torch's current stream
 
 A launch costs the host what the driver takes and what Python takes around it: the device, the stream, and every
-argument's place. Here each tensor is asked for its address once, numbers lie where they are from the first call on, and
-device and stream are looked up once for all launches.
+argument's place. Here each tensor is asked for its address once, what is the same at every call lies where it is from
+the first one on, and device and stream are looked up once for all launches.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ class TensorMap:
         return self._address
 
 
-Parameter = str | int | Behind | Mapped  # a tensor's name for its address, a C int, ...
+Parameter = str | int | Behind | Mapped | Tensor  # a tensor's name for its address, a C int, ..., one for all calls
 
 
 class Step(NamedTuple):
@@ -69,8 +69,9 @@ class Step(NamedTuple):
         grid: thread blocks in three dimensions.
         block: threads of one.
         shared: bytes of its dynamic shared memory.
-        parameters: of the kernel, in order.
-        beside: it may run beside the launch before it, as `nvrtc.Beside` says.
+        parameters: of the kernel, in order. Tensors among them are kept, and where they are at every call.
+        beside: it may run beside the launch before it, as `nvrtc.Function.beside` says.
+        together: all of its thread blocks are on the device at once, because they wait for one another, or it fails.
         digest: of its machine code.
     """
 
@@ -80,6 +81,7 @@ class Step(NamedTuple):
     shared: int
     parameters: tuple[Parameter, ...]
     beside: bool = False
+    together: bool = False
     digest: str = ""
 
 
@@ -101,7 +103,7 @@ class Launches:
                 self._places[parameter] = len(self._places)
                 self._behind.append((self._places[parameter.name], parameter.nbytes))
         self._pack = struct.Struct(f"{len(self._places)}q").pack_into
-        self._numbers = sorted({parameter for parameter in parameters if type(parameter) is int})
+        self._numbers = sorted({number(parameter) for parameter in parameters if isinstance(parameter, int | Tensor)})
         self._kept: dict[Mapped, dict[int, tuple[int, TensorMap]]] = {}  # by address: a map's own address, and the map
         for parameter in parameters:
             if isinstance(parameter, Mapped):
@@ -152,17 +154,22 @@ class Launches:
 
     def place(self, parameter: Parameter) -> int:
         """Which word holds a parameter."""
-        if type(parameter) is int:
-            return len(self._places) + self._numbers.index(parameter)
+        if isinstance(parameter, int | Tensor):
+            return len(self._places) + self._numbers.index(number(parameter))
         return self._places[parameter.name if isinstance(parameter, Mapped) else parameter]
+
+
+def number(parameter: int | Tensor) -> int:
+    """What a parameter is at every call: an int itself, or a tensor's address."""
+    return parameter if isinstance(parameter, int) else parameter.data_ptr()
 
 
 class Room:
     """Memory for the arguments of one call of `Launches` at a time.
 
     Attributes:
-        words: 64 bits each: addresses of tensors, then numbers. A C int is read from the first half of its word,
-            devices and hosts being little-endian.
+        words: 64 bits each: addresses of a call's tensors, then what is the same at every call. A C int is read from
+            the first half of its word, devices and hosts being little-endian.
         maps: of each parameter that is `Mapped`: the word of its tensor's address, the maps that are kept, the
             parameter, and where its own address goes.
         held: the maps of the last call, which another thread's call may no longer keep.
@@ -199,10 +206,21 @@ def configuration(driver: Any, step: Step) -> Any:  # noqa: ANN401
     config.gridDimX, config.gridDimY, config.gridDimZ = step.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = step.block, 1, 1
     config.sharedMemBytes = step.shared
+    wanted = []  # attributes, and the members of their values
     if step.beside:
-        value, attribute = driver.CUlaunchAttributeValue(), driver.CUlaunchAttribute()
-        value.programmaticStreamSerializationAllowed = 1
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value = value
-        config.attrs, config.numAttrs = [attribute], 1
+        wanted.append(("PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed"))
+    if step.together:
+        wanted.append(("COOPERATIVE", "cooperative"))
+    if wanted:
+        config.attrs = [attribute(driver, name, member) for name, member in wanted]
+        config.numAttrs = len(wanted)
     return config
+
+
+def attribute(driver: Any, name: str, member: str) -> Any:  # noqa: ANN401
+    """The driver's attribute of a launch, with the member of its value that switches it on."""
+    made, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+    setattr(value, member, 1)
+    made.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    made.value = value
+    return made

@@ -10,6 +10,7 @@ compiler.
 """
 
 import contextlib
+import copy
 import ctypes
 import hashlib
 import os
@@ -17,11 +18,11 @@ import shutil
 import struct
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class Function:
     cluster: such a launch has all of its thread blocks on the device at once, or fails.
     """
 
-    _together = False
+    _beside = _together = False
 
     def __init__(
         self, cubin: bytes, name: str, index: int, shared_bytes: int, defines: Mapping[str, int] | None = None
@@ -165,58 +166,45 @@ class Function:
         try:
             room = self._rooms.pop()
         except IndexError:
-            room = Room(arguments)
+            room = Room(arguments, configuration(self._driver, self.step(grid, block, (), self._beside)))
         room.fill(arguments)
-        self._launch(grid, block, stream, room.address)
+        config = room.config
+        config.gridDimX, config.blockDimX, config.hStream = grid, block, stream
+        _checked(self._driver.cuLaunchKernelEx(config, self._function, room.address, 0))
         self._rooms.append(room)  # the driver has copied the arguments
-
-    def _launch(self, grid: int, block: int, stream: int, arguments: int) -> None:
-        facts = self._function, grid, 1, 1, block, 1, 1, self._shared, stream, arguments
-        if self._together:
-            _checked(self._driver.cuLaunchCooperativeKernel(*facts))
-        else:
-            _checked(self._driver.cuLaunchKernel(*facts, 0))
 
     def step(self, grid: int, block: int, parameters: Sequence[Parameter], beside: bool = False) -> Step:
         """A launch of it among `in_a_row`."""
-        return Step(self._function, (grid, 1, 1), block, self._shared, tuple(parameters), beside, self.digest)
+        size = (grid, 1, 1), block, self._shared
+        return Step(self._function, *size, tuple(parameters), beside, self._together, self.digest)
 
     def in_a_row(self, names: Sequence[str], steps: Sequence[Step]) -> Launches:
         """Launches on its device, of it and of other kernels, that are called with the tensors `names`."""
         return Launches(self._driver, self._index, names, steps)
 
     @cached_property
-    def beside(self) -> "Beside":
-        """What launches it so that it may run beside the launch before it."""
-        return Beside(self)
+    def beside(self) -> "Function":
+        """The same kernel, whose launches may run beside the launch before them.
 
-
-class Beside(Function):
-    """Launches of a kernel that may run beside the launch before them, as those of `Function` else; one at a time.
-
-    They begin once every thread block of that one has called `begin_next` or ended, and end after it if one of their
-    own calls `wait_for_launch_before` (ptx.cuh).
-    """
-
-    def __init__(self, function: Function) -> None:
-        vars(self).update(vars(function), _rooms=[])
-        self._config = configuration(function._driver, function.step(1, 1, (), beside=True))
-        self._lock = threading.Lock()
-
-    def _launch(self, grid: int, block: int, stream: int, arguments: int) -> None:
-        config = self._config
-        with self._lock:
-            config.gridDimX, config.blockDimX, config.hStream = grid, block, stream
-            _checked(self._driver.cuLaunchKernelEx(config, self._function, arguments, 0))
+        They begin once every thread block of that one has called `begin_next` or ended, and end after it if one of
+        their own calls `wait_for_launch_before` (ptx.cuh).
+        """
+        same = copy.copy(self)
+        same._beside, same._rooms = True, []
+        return same
 
 
 class Room:
     """Memory for a launch's arguments, tensor pointers and C ints, and for their addresses; one launch at a time.
 
     Making it takes 4 us, filling it 1. A thread that launches a kernel while another does has a room of its own.
+
+    Attributes:
+        config: the driver's configuration of the launch.
     """
 
-    def __init__(self, arguments: Sequence["Tensor | int | TensorMap"]) -> None:
+    def __init__(self, arguments: Sequence["Tensor | int | TensorMap"], config: Any = None) -> None:  # noqa: ANN401
+        self.config = config
         # 64-bit words for all: a C int is read from the first half of its word, devices and hosts being little-endian.
         count = len(arguments)
         self._maps = [i for i, argument in enumerate(arguments) if type(argument) is TensorMap]  # passed by value

@@ -159,7 +159,8 @@ def operator(
     LIBRARY.impl(name, remembering(name, check, prepare or (lambda *values: launch), facts, known), "CUDA")
     torch.library.register_fake(f"lowbit::{name}", traced, lib=LIBRARY)
     overload = getattr(torch.ops.lowbit, name).default
-    function = direct(name, overload, positions, len(signature.parameters), facts, known)
+    defaults = [parameter.default for parameter in signature.parameters.values()]
+    function = direct(name, overload, positions, defaults, facts, known)
     function.check = check  # of a tuple of all arguments, for callers that launch nothing
     function.prepare = prepare
     return function
@@ -190,21 +191,27 @@ def remembering(
 
 
 def direct(
-    name: str, overload: Callable[..., Any], positions: Sequence[int], count: int, facts: Callable, known: Mapping
+    name: str,
+    overload: Callable[..., Any],
+    positions: Sequence[int],
+    defaults: Sequence[Any],
+    facts: Callable,
+    known: Mapping,
 ) -> Callable[..., Any]:
     """A function that launches what is known of a call, and calls the dispatcher's overload otherwise.
 
-    `positions` are those of tensors among `count` arguments. The dispatcher takes 3 us for an operator in Python where
-    all else of a call of `linear.wna16` takes 6 (launches emulated on a CPU).
+    `positions` are those of tensors among the arguments, of which `defaults` are `inspect.Parameter.empty` for those
+    that have none. The dispatcher takes 3 us for an operator in Python where all else of a call of `linear.wna16` takes
+    6 (launches emulated on a CPU).
     """
-    first, others = min(positions), [i for i in range(count) if i not in positions]
-    numbers = operator_module.itemgetter(*others) if others else len
+    first = min(positions)
+    numbers_of = [numbers(positions, given) for given in range(len(defaults) + 1)]  # by how many arguments there are
     seen: dict[tuple, tuple[tuple[Callable, Callable], ...]] = {}  # what recognizes a call's tensors, and its launch
 
     def learn(key: tuple, values: Sequence[Any]) -> None:
         if torch._C._dispatch_tls_local_include_set().raw_repr() not in ORDINARY:
             return
-        ready, alike = known.get(facts(values)), seen.get(key, ())
+        ready, alike = known.get(facts(without_defaults(values, defaults))), seen.get(key, ())
         if ready is None or len(alike) >= MOST_ALIKE:
             return
         recognizes = recognizer(values, positions)
@@ -221,9 +228,10 @@ def direct(
         if named or unusual or torch._C._is_torch_function_mode_enabled():
             return dispatched(*values, **named)
         try:
-            key = len(values), values[first].shape, numbers(values)
+            count = len(values)
+            key = count, values[first].shape, numbers_of[count](values)
             alike = seen.get(key, ())
-        except (AttributeError, IndexError, TypeError):  # no tensor, numbers that are left out, symbols
+        except (AttributeError, IndexError, TypeError):  # no tensor, too many arguments, symbols
             return dispatched(*values)
         for recognizes, ready in alike:
             if recognizes(values):
@@ -233,6 +241,25 @@ def direct(
         return result
 
     return call
+
+
+def numbers(positions: Sequence[int], given: int) -> Callable[[Sequence[Any]], Any]:
+    """What takes those of a call's arguments, of which so many are given, that are no tensors."""
+    others = [position for position in range(given) if position not in positions]
+    return operator_module.itemgetter(*others) if others else len
+
+
+def without_defaults(values: Sequence[Any], defaults: Sequence[Any]) -> Sequence[Any]:
+    """Arguments as the dispatcher hands them on: it leaves out those at the end that have their default."""
+    given = len(values)
+    while given and is_default(values[given - 1], defaults[given - 1]):
+        given -= 1
+    return values[:given]
+
+
+def is_default(value: Any, default: Any) -> bool:  # noqa: ANN401
+    """Whether an argument is its parameter's default, which is no tensor."""
+    return type(value) is type(default) and value == default
 
 
 def recognizer(values: Sequence[Any], positions: Sequence[int]) -> Callable[[Sequence[Any]], bool]:

@@ -120,19 +120,14 @@ def configuration(kernel: str, bands: int, rows: int, columns: int, device: torc
     return tuned or heuristic(bands, columns, processors(device), lacks(kernel, device, (9, 0)) is None)
 
 
-def run(
-    kernel: str, mode: int, x: Tensor, codes: Tensor, headers: Tensor, rows: int, ordered: bool,
-    active: Tensor | None = None, threshold: float = 0.0, config: dict | None = None,
-) -> Tensor:  # fmt: skip
-    """y [1, N] of one of the three zigzag kernels, with a configuration of SPACE or that of `configuration`."""
-    return prepared(kernel, mode, x, codes, rows, ordered, threshold, config)(x, codes, headers, active)
-
-
 def prepared(
     kernel: str, mode: int, x: Tensor, codes: Tensor, rows: int, ordered: bool, threshold: float = 0.0,
     config: dict | None = None,
 ) -> Callable[..., Tensor]:  # fmt: skip
-    """The launch of `run` for calls like this one; it takes x, codes, headers and, of `LISTED`, the list."""
+    """The launch of one of the three zigzag operators for calls like this one; it takes what the operator takes.
+
+    `config` is one of SPACE, or that of `configuration`.
+    """
     bands, columns = codes.shape[:2]
     config = config or configuration(kernel, bands, rows, columns, x.device)
     n1 = config["n1"]
@@ -146,20 +141,24 @@ def prepared(
     tickets = planes.scratch("zigzag tickets", bands, torch.int32, x.device)
     function = nvrtc.load(SOURCE, "zigzag", defines(mode, ordered, x.dtype, config), x.device, shared_bytes(config))
     grid, block, bits = bands * n1, 32 * config["n2"], struct.unpack("<i", struct.pack("<f", threshold))[0]
-    allocate, numbers = blank(x.dtype, 1, rows), (rows, columns, n1, bits)
-    names = "codes", "headers", "x", "active", "y", "parts", "tickets"
-    if config.get("posts"):  # whose programs are launched together, as `Function` alone does
+    listed = "active" if mode == LISTED else tickets  # some memory, where no list is read
+    parameters = "codes", "headers", "x", listed, "y", parts, tickets, rows, columns, n1, bits
+    step, allocate = function.step(grid, block, parameters), blank(x.dtype, 1, rows)
+    if mode == LISTED:
+        write = function.in_a_row(("codes", "headers", "x", "active", "y"), (step,))
 
-        def write(*tensors: Tensor) -> None:
-            function(grid, block, *tensors, *numbers)
+        def launch(x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor, *_: object) -> Tensor:
+            y = allocate(x)
+            write(codes, headers, x, active, y)
+            return y
 
     else:
-        write = function.in_a_row(names, (function.step(grid, block, (*names, *numbers)),))
+        write = function.in_a_row(("codes", "headers", "x", "y"), (step,))
 
-    def launch(x: Tensor, codes: Tensor, headers: Tensor, active: Tensor | None = None) -> Tensor:
-        y = allocate(x)
-        write(codes, headers, x, tickets if active is None else active, y, parts, tickets)
-        return y
+        def launch(x: Tensor, codes: Tensor, headers: Tensor, *_: object) -> Tensor:
+            y = allocate(x)
+            write(codes, headers, x, y)
+            return y
 
     return launch
 
@@ -186,7 +185,7 @@ def launch(
     x: Tensor, codes: Tensor, headers: Tensor, rows: int, ordered: bool = True, config: dict | None = None
 ) -> Tensor:
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
-    return run("zigzag_gemv", ALL, x, codes, headers, rows, ordered, config=config)
+    return prepare(x, codes, headers, rows, ordered, config)(x, codes, headers)
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, ordered: bool = True) -> Tensor:
@@ -194,10 +193,11 @@ def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, ordered: bool 
     return launch(x, codes, headers, rows, ordered)
 
 
-def prepare(x: Tensor, codes: Tensor, headers: Tensor, rows: int, ordered: bool = True) -> Callable[..., Tensor]:
-    """The launch of the operator for calls like this one, with its tuned configuration."""
-    product = prepared("zigzag_gemv", ALL, x, codes, rows, ordered)
-    return lambda x, codes, headers, *_: product(x, codes, headers)
+def prepare(
+    x: Tensor, codes: Tensor, headers: Tensor, rows: int, ordered: bool = True, config: dict | None = None
+) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with one configuration of SPACE or the tuned one."""
+    return prepared("zigzag_gemv", ALL, x, codes, rows, ordered, config=config)
 
 
 zigzag_gemv = operator(

@@ -44,8 +44,7 @@ def launch(
     config: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
-    mode = zigzag_gemv.MASKED
-    return zigzag_gemv.run("zigzag_masked", mode, x, codes, headers, rows, ordered, threshold=threshold, config=config)
+    return prepare(x, codes, headers, rows, threshold, ordered, config)(x, codes, headers)
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True) -> Tensor:
@@ -54,11 +53,11 @@ def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: flo
 
 
 def prepare(
-    x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True
-) -> Callable[..., Tensor]:
-    """The launch of the operator for calls like this one, with its tuned configuration."""
-    product = zigzag_gemv.prepared("zigzag_masked", zigzag_gemv.MASKED, x, codes, rows, ordered, threshold)
-    return lambda x, codes, headers, *_: product(x, codes, headers)
+    x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True,
+    config: dict | None = None,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """The launch of the operator for calls like this one, with one configuration of SPACE or the tuned one."""
+    return zigzag_gemv.prepared("zigzag_masked", zigzag_gemv.MASKED, x, codes, rows, ordered, threshold, config)
 
 
 def limit(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True) -> str | None:

@@ -43,8 +43,7 @@ def launch(
     config: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
-    mode = zigzag_gemv.LISTED
-    return zigzag_gemv.run("zigzag_sparse", mode, x, codes, headers, rows, ordered, active=active, config=config)
+    return prepare(x, codes, headers, rows, active, ordered, config)(x, codes, headers, rows, active)
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor, ordered: bool = True) -> Tensor:
@@ -53,11 +52,11 @@ def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor
 
 
 def prepare(
-    x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor, ordered: bool = True
-) -> Callable[..., Tensor]:
-    """The launch of the operator for calls like this one, with its tuned configuration."""
-    product = zigzag_gemv.prepared("zigzag_sparse", zigzag_gemv.LISTED, x, codes, rows, ordered)
-    return lambda x, codes, headers, rows, active, *_: product(x, codes, headers, active)
+    x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor, ordered: bool = True,
+    config: dict | None = None,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """The launch of the operator for calls like this one, with one configuration of SPACE or the tuned one."""
+    return zigzag_gemv.prepared("zigzag_sparse", zigzag_gemv.LISTED, x, codes, rows, ordered, config=config)
 
 
 def limit(x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor, ordered: bool = True) -> str | None:

@@ -90,6 +90,18 @@ def function_of(name: str) -> Callable[..., Any]:
     return getattr(module, "OPERATOR", None) or getattr(module, name)
 
 
+def prepared_once(prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """A launch of calls that differ in their addresses alone, prepared at the first of them."""
+    ready: list[Callable[..., Any]] = []
+
+    def launch(*values: Any) -> Any:  # noqa: ANN401
+        if not ready:
+            ready.append(prepare(*values))
+        return ready[0](*values)
+
+    return launch
+
+
 def _product(name: str, bits: int, group: int, symmetric: bool, dtype: str) -> Callable[[Layer, int], tuple]:
     """A product with packed weights by one kernel or by `linear`; `dequantize` makes them dense for the library's."""
 
@@ -173,9 +185,9 @@ def _q4_k(name: str, share: float = 1.0, config: dict[str, int] | None = None) -
         elif share < 1:
             more["threshold"] = threshold
         op, rest = function_of(name), tuple(more.values())
-        launch = lambda x, codes, headers: op(x, codes, headers, *rest)  # noqa: E731
         if config is not None and x.is_cuda:  # on a CPU the operator's reference runs, which has no configuration
-            launch = functools.partial(kernel.launch, config=config, **more)
+            op = prepared_once(functools.partial(kernel.prepare, config=config))
+        launch = lambda x, codes, headers: op(x, codes, headers, *rest)  # noqa: E731
         return {"x": x, **planes}, launch, functools.partial(kernel.reference, **more)
 
     return prepare

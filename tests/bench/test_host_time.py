@@ -3,6 +3,7 @@
 No test measures time; each says what may be left out, and when it may not. `bench` has the times.
 """
 
+import inspect
 import threading
 import types
 
@@ -15,6 +16,8 @@ from repro.kernels import nvrtc, operators
 from repro.kernels import prepared as prepared_launches
 from repro.kernels.prepared import Encoded, Prepared, blank
 
+NEEDED = inspect.Parameter.empty  # the default of an argument that has none
+
 
 class Counted:
     """An operator on a CPU whose check, preparation, launch and dispatcher are counted."""
@@ -24,7 +27,7 @@ class Counted:
         self.known = {}
         self.facts = operators.facts_of([0, 1])
         self.on_device = operators.remembering("it", self.check, self.prepare, self.facts, self.known)
-        self.direct = operators.direct("it", self.overload, [0, 1], 3, self.facts, self.known)
+        self.direct = operators.direct("it", self.overload, [0, 1], [NEEDED, None, NEEDED], self.facts, self.known)
 
     def check(self, values):
         self.calls.append("check")
@@ -147,10 +150,42 @@ def test_what_is_remembered_is_bounded(counted, monkeypatch):
     assert counted.counted(torch.ones(2, 8), None, 1) == ["dispatcher", "check", "prepare", "launch"]
 
 
-def test_arguments_that_are_left_out_or_are_no_tensors_go_through_the_dispatcher(counted):
+def test_what_is_no_tensor_or_too_much_goes_through_the_dispatcher(counted):
     counted.on_device = lambda *values: values
-    assert counted.counted(torch.ones(2, 8), None) == ["dispatcher"]
     assert counted.counted(3.0, None, 3) == ["dispatcher"]
+    for _ in range(2):
+        assert counted.counted(torch.ones(2, 8), None, 3, 4) == ["dispatcher"]
+
+
+def test_numbers_that_are_left_out_are_their_defaults():
+    """The dispatcher is called once for each, also where the last number that is given is its default."""
+    dispatched, known, facts = [], {}, operators.facts_of([0])
+    prepare = lambda *given: lambda x, rows, ordered=True: (rows, ordered)  # noqa: E731
+    on_device = operators.remembering("it", lambda values: None, prepare, facts, known)
+
+    def overload(*values):
+        """As the dispatcher, which hands on no defaults at the end."""
+        dispatched.append(values)
+        return on_device(*(values[:2] if values[-1] is True else values))
+
+    call = operators.direct("it", overload, [0], [NEEDED, NEEDED, True], facts, known)
+    x = torch.ones(2, 8)
+    for given, want in (((5,), (5, True)), ((5, True), (5, True)), ((5, False), (5, False)), ((6,), (6, True))):
+        dispatched.clear()
+        assert [call(x, *given) for _ in range(3)] == [want] * 3
+        assert len(dispatched) == 1
+
+
+def test_the_dispatcher_hands_on_no_defaults_at_the_end():
+    """As `operators.without_defaults` says of all kinds of defaults, one behind the other."""
+    library, handed = torch.library.Library("lowbit_defaults", "FRAGMENT"), []
+    library.define("it(Tensor x, int rows, bool ordered=True, float eps=0.5, Tensor? mask=None) -> Tensor")
+    library.impl("it", lambda x, *values: handed.append(values) or x.clone(), "CPU")
+    x, mask, defaults = torch.ones(2), torch.ones(1), [NEEDED, NEEDED, True, 0.5, None]
+    for values in ((5,), (5, True), (5, False), (5, True, 0.5), (5, False, 0.5), (5, True, 0.25), (5, True, 0.5, None),
+                   (5, False, 0.5, None), (5, True, 0.5, mask)):  # fmt: skip
+        torch.ops.lowbit_defaults.it(x, *values)
+        assert operators.without_defaults((x, *values), defaults)[1:] == handed[-1]
 
 
 def test_a_tensor_where_there_was_none_and_none_where_there_was_one():
@@ -164,7 +199,7 @@ def test_a_tensor_where_there_was_none_and_none_where_there_was_one():
 
 def test_a_call_of_fewer_arguments_is_another_call():
     it = Counted()
-    it.direct = operators.direct("it", it.overload, [0, 1], 2, it.facts, it.known)
+    it.direct = operators.direct("it", it.overload, [0, 1], [NEEDED, NEEDED], it.facts, it.known)
     it.on_device = operators.remembering(
         "it", lambda values: None, lambda *_: lambda *arguments: len(arguments), it.facts, it.known
     )
@@ -372,8 +407,8 @@ def test_launches_of_one_kernel_by_two_threads_have_rooms_of_their_own(monkeypat
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     rooms, others = [], []
 
-    def launch(*arguments):
-        rooms.append(arguments[9])
+    def launch(config, function, arguments, extra):
+        rooms.append(arguments)
         while others:
             other = others.pop()
             other.start()
@@ -381,8 +416,8 @@ def test_launches_of_one_kernel_by_two_threads_have_rooms_of_their_own(monkeypat
         return (0,)
 
     function = nvrtc.Function.__new__(nvrtc.Function)
-    vars(function).update(_driver=types.SimpleNamespace(cuLaunchKernel=launch), _function=None, _index=0)
-    vars(function).update(_shared=0, _rooms=[])
+    driver = types.SimpleNamespace(cuLaunchKernelEx=launch, CUlaunchConfig=types.SimpleNamespace)
+    vars(function).update(_driver=driver, _function=None, _index=0, _shared=0, _rooms=[], digest="")
     function(1, 32, 6)
     others.append(threading.Thread(target=function, args=(1, 32, 9)))
     function(1, 32, 8)

@@ -15,6 +15,7 @@ from repro.bench.peers import PEERS
 from repro.bench.stored_peers import TYPES, rescale, shapes, times
 from repro.bench.task import Layer, dense
 from repro.core.errors import UserError
+from repro.kernels import nvrtc
 
 EVERYONE = {**PEERS, **OURS}
 LAYERS = ("/linear", "/w8a8", "w2-g32/bf16/wna16_gemv")  # whose functions take layers and call an operator themselves
@@ -91,6 +92,38 @@ def test_what_a_call_costs_the_host_is_that_of_an_engines_call(label, monkeypatc
     task.launch(**task.inputs)
     ((name, count, named),) = calls
     assert name == label.rsplit("/", 1)[-1] and count >= 2 and not named
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_configuration_of_the_sweep_is_prepared_once(monkeypatch):
+    """At its first launch, after `nvrtc.jobs_of` has asked what it would compile, and for all copies of its weight."""
+    module, asked, launched = load("zigzag_gemv"), [], []
+
+    def prepare(*values, config):
+        asked.append(config)
+        if len(asked) == 1:
+            raise nvrtc.NotCompiled("zigzag")
+        return lambda *given: launched.append([id(value) for value in given])
+
+    monkeypatch.setattr(module, "prepare", prepare)
+    layer = Layer(512, 1024, device="cpu")
+    activations = layer.activations
+    object.__setattr__(layer, "activations", lambda count, dtype: activations(count, dtype).as_subclass(OnGpu))
+    task = OURS["q4_k-zigzag-n16/bf16/zigzag_gemv"].task(layer, 1)
+    assert not asked
+    with pytest.raises(nvrtc.NotCompiled):
+        task.launch(**task.inputs)
+    copy = task.inputs | {"codes": task.inputs["codes"].clone()}
+    for inputs in (task.inputs, copy):
+        task.launch(**inputs)
+    assert asked == [kernel_list.ZIGZAG | {"n1": 16}] * 2
+    order = ("x", "codes", "headers")
+    assert [given[:3] for given in launched] == [[id(inputs[key]) for key in order] for inputs in (task.inputs, copy)]
 
 
 @pytest.mark.parametrize("name", [*KERNELS, *CALLED])

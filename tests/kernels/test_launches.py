@@ -28,7 +28,9 @@ class Driver:
     """What `cuda.bindings.driver` has of launches; each is kept with its arguments as `kinds` say by function."""
 
     CUlaunchConfig = CUlaunchAttribute = CUlaunchAttributeValue = SimpleNamespace
-    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+    CUlaunchAttributeID = SimpleNamespace(
+        CU_LAUNCH_ATTRIBUTE_COOPERATIVE=2, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
+    )
     CUfunction = staticmethod(lambda handle: handle)
 
     def __init__(self, kinds):
@@ -81,6 +83,32 @@ def test_every_launch_has_its_arguments_and_all_one_stream(current):
     assert "attrs" not in head[3] and tail[3]["numAttrs"] == 1
     (attribute,) = tail[3]["attrs"]
     assert attribute.id == 6 and attribute.value.programmaticStreamSerializationAllowed == 1
+
+
+def test_blocks_that_wait_for_one_another_are_all_on_the_device_at_once(current):
+    """The driver refuses a launch that says so and does not fit; another one would wait for ever."""
+    driver = Driver(KINDS)
+    head, tail = (step._replace(together=True) for step in STEPS)
+    Launches(driver, 0, ("x", "y"), (head, tail))(torch.zeros(9), torch.zeros(9))
+    first, second = (config for *_, config in driver.launched)
+    (attribute,) = first["attrs"]
+    assert (first["numAttrs"], attribute.id, vars(attribute.value)) == (1, 2, {"cooperative": 1})
+    members = [(attribute.id, vars(attribute.value)) for attribute in second["attrs"]]
+    assert members == [(6, {"programmaticStreamSerializationAllowed": 1}), (2, {"cooperative": 1})]
+    assert second["numAttrs"] == 2
+
+
+def test_a_tensor_that_is_a_parameter_is_the_same_at_every_call_and_kept(current):
+    driver = Driver({"sum": "qqiqq"})
+    parts, tickets = torch.zeros(9), torch.zeros(9, dtype=torch.int32)
+    place, kept = parts.data_ptr(), weakref.ref(tickets)
+    step = Step("sum", (1, 1, 1), 32, 0, (parts[2:], "x", 7, tickets, tickets))
+    launch = Launches(driver, 0, ("x",), (step,))
+    del step, tickets
+    for x in (torch.zeros(1), torch.zeros(1)):
+        launch(x)
+        at = kept().data_ptr()
+        assert driver.launched[-1][2] == [place + 8, x.data_ptr(), 7, at, at]
 
 
 def test_launches_are_on_their_own_device(current):
@@ -187,7 +215,7 @@ def test_a_function_is_a_step_on_its_device(current):
     function = nvrtc.Function.__new__(nvrtc.Function)
     vars(function).update(_driver=driver, _index=0, _function="gemm", _shared=96, digest="abc")
     step = function.step(4, 32, ["x", 5], beside=True)
-    assert step == Step("gemm", (4, 1, 1), 32, 96, ("x", 5), True, "abc")
+    assert step == Step("gemm", (4, 1, 1), 32, 96, ("x", 5), beside=True, together=False, digest="abc")
     x = torch.zeros(1)
     row = function.in_a_row(("x",), (step,))
     row(x)

@@ -1,5 +1,7 @@
 """Operators under autograd, autocast and inference mode, and with no tokens: nothing is lost or rounded in silence."""
 
+import inspect
+
 import pytest
 import torch
 from devices import DEVICES
@@ -105,7 +107,7 @@ def test_a_call_that_is_recognized_is_none_in_forward_mode():
         calls.append("dispatcher")
         return on_device(*values)
 
-    function = operators.direct("it", overload, [0], 1, facts, known)
+    function = operators.direct("it", overload, [0], [inspect.Parameter.empty], facts, known)
     x = torch.ones(2, 8)
     function(x), function(x)
     assert calls == ["dispatcher"]
@@ -122,7 +124,7 @@ def test_a_view_that_is_negated_is_never_recognized():
         calls.append("dispatcher")
         return on_device(*(value.resolve_neg() for value in values))
 
-    function = operators.direct("it", overload, [0], 1, facts, known)
+    function = operators.direct("it", overload, [0], [inspect.Parameter.empty], facts, known)
     x = torch.ones(2, 8)
     function(x), function(x)
     assert len(calls) == 1

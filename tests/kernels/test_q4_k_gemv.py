@@ -1,5 +1,6 @@
 """Products with Q4_K: their sources on a CPU against the float64 references, and compiled; on a GPU for real."""
 
+import struct
 import types
 
 import cuda_on_cpu
@@ -121,19 +122,17 @@ def test_posted_sums_are_taken_away(monkeypatch):
 
 
 class Noted:
-    """A kernel that launches nothing and notes how it would be launched."""
+    """A kernel that launches nothing and notes the parameters and the tensors of each launch."""
 
     def __init__(self, launched):
         self.launched = launched
-
-    def __call__(self, *what):
-        self.launched.append("together")
 
     def step(self, grid, block, parameters):
         return parameters
 
     def in_a_row(self, names, steps):
-        return lambda *tensors: self.launched.append("in a row")
+        (parameters,) = steps
+        return lambda *tensors: self.launched.append((parameters, dict(zip(names, tensors, strict=True))))
 
 
 def test_programs_that_do_not_fit_post_nothing(monkeypatch):
@@ -231,11 +230,49 @@ def test_sources_on_a_gpu(name):
                 assert relative_error(output, want) <= tolerance, (case, config)
 
 
-def test_programs_with_posts_are_launched_by_the_function_that_launches_them_together(monkeypatch):
-    """`Launches` know nothing of programs that wait for one another outside a cluster."""
+@pytest.mark.parametrize("name", ["zigzag_gemv", "zigzag_sparse", "zigzag_masked"])
+@pytest.mark.parametrize("more", [{"posts": True}, {"cluster": True}, {}], ids=str)
+def test_a_call_gives_its_own_tensors_alone(name, more, monkeypatch):
+    """Sums and tickets of programs are in memory that stays, whatever else wants such memory meanwhile."""
     launched = []
     monkeypatch.setattr(nvrtc, "load", lambda *what: Noted(launched))
-    _, inputs = made("zigzag_gemv", {"N": 300, "K": 133, "dtype": "bfloat16", "ordered": True})
-    for more in ({"posts": True}, {"cluster": True}, {}):
-        load("zigzag_gemv").launch(**inputs, config=BANDS | {"n1": 7, "n2": 1} | more)
-    assert launched == ["together", "in a row", "in a row"]
+    monkeypatch.setattr(q4_k_planes, "SCRATCH", {})
+    module, inputs = made(name, {"N": 300, "K": 133, "dtype": "bfloat16", "ordered": True})
+    config = BANDS | {"n1": 7, "n2": 1} | more
+    inputs.pop("ordered")
+    call = module.prepare(**inputs, config=config)
+    _, larger = made(name, {"N": 600, "K": 133, "dtype": "bfloat16", "ordered": True})
+    module.prepare(**larger, config=config)
+    y = call(*inputs.values())
+    ((parameters, tensors),) = launched
+    given = {"codes", "headers", "x", "y"} | ({"active"} if name == "zigzag_sparse" else set())
+    assert set(tensors) == {parameter for parameter in parameters if isinstance(parameter, str)} == given
+    assert tensors.pop("y") is y and all(tensor is inputs[key] for key, tensor in tensors.items())
+    *_, parts, tickets, rows, columns, programs, threshold = parameters
+    sums = 2 * 7 * 7 * -(-256 // 7) if more.get("posts") else 2 * 256 * 7
+    assert parts.numel() >= sums and tickets.numel() >= 2 and (rows, columns, programs) == (300, 133, 7)
+    assert struct.pack("<i", threshold) == struct.pack("<f", inputs.get("threshold", 0.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_posts_in_a_graph_on_a_gpu():
+    """Programs are on the device at once in a replay, too, and the driver refuses more of them than fit."""
+    module, inputs = made("zigzag_gemv", {"N": 4096, "K": 1024, "dtype": "bfloat16"})
+    inputs = {key: value.cuda() if torch.is_tensor(value) else value for key, value in inputs.items()}
+    config = {"n2": 8, "stages": 2, "blocks": 2, "n1": 16, "posts": True}
+    call = module.prepare(**inputs, config=config)
+    want = in_double(module, inputs)
+    assert relative_error(call(*inputs.values()), want) <= 4e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call(*inputs.values())
+    for factor in (2, -0.5):
+        inputs["x"].mul_(factor)
+        graph.replay()
+        assert relative_error(y, in_double(module, inputs)) <= 4e-3
+    macros = zigzag_gemv.defines(zigzag_gemv.ALL, True, torch.bfloat16, config)
+    function = nvrtc.load(zigzag_gemv.SOURCE, "zigzag", macros, torch.device("cuda", 0), module.shared_bytes(config))
+    step = function.step(16 * 1024, 256, (*[inputs["x"]] * 7, 4096, 1024, 16, 0))
+    with pytest.raises(RuntimeError, match="COOPERATIVE_LAUNCH_TOO_LARGE"):
+        function.in_a_row((), (step,))()

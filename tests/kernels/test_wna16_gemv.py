@@ -310,11 +310,24 @@ def test_more_shared_memory_than_a_block_has(monkeypatch):
     assert requested[1:] == [(nvrtc.MAX_DYNAMIC_SHARED, 976)] * 2 + [(nvrtc.LARGE_CLUSTERS, 1)]
 
 
+ATTRIBUTES = {  # what the driver calls them
+    "CU_LAUNCH_ATTRIBUTE_COOPERATIVE": 2,
+    "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": 6,
+}
+LAUNCHES = {
+    "CUlaunchConfig": SimpleNamespace,
+    "CUlaunchAttribute": SimpleNamespace,
+    "CUlaunchAttributeValue": SimpleNamespace,
+    "CUlaunchAttributeID": SimpleNamespace(**ATTRIBUTES),
+}
+
+
 def test_programs_that_wait_for_one_another_are_launched_together(monkeypatch):
+    """By themselves and among others."""
     launched = []
     driver = SimpleNamespace(
-        cuLaunchKernel=lambda *what: launched.append(("alone", len(what))) or (0,),
-        cuLaunchCooperativeKernel=lambda *what: launched.append(("together", len(what))) or (0,),
+        **LAUNCHES,
+        cuLaunchKernelEx=lambda config, *what: launched.append(dict(vars(config))) or (0,),
         cuModuleLoadData=lambda cubin: (0, cubin),
         cuModuleGetFunction=lambda module, name: (0, name),
         CUfunction_attribute=int,
@@ -327,19 +340,20 @@ def test_programs_that_wait_for_one_another_are_launched_together(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     for programs in (1, 8):
-        nvrtc.Function(b"", "zigzag", 0, 0, {"PROGRAMS": programs})(8, 32, 5)
-    assert launched == [("alone", 11), ("together", 10)]
+        function = nvrtc.Function(b"", "zigzag", 0, 0, {"PROGRAMS": programs})
+        function(8, 32, 5)
+        assert function.step(8, 32, ()).together == (programs > 1)
+    alone, together = launched
+    assert "attrs" not in alone
+    (attribute,) = together["attrs"]
+    assert attribute.id == 2 and vars(attribute.value) == {"cooperative": 1}
 
 
 def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
     """With the grid, the stream and the arguments of each call, on the device of the kernel."""
     launched, device, stream = [], [0], [77]
     driver = SimpleNamespace(
-        cuLaunchKernelEx=lambda config, *what: launched.append((dict(vars(config)), *what, *device)) or (0,),
-        CUlaunchConfig=SimpleNamespace,
-        CUlaunchAttribute=SimpleNamespace,
-        CUlaunchAttributeValue=SimpleNamespace,
-        CUlaunchAttributeID=SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6),
+        cuLaunchKernelEx=lambda config, *what: launched.append((dict(vars(config)), *what, *device)) or (0,), **LAUNCHES
     )
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: device[0], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0] + index, raising=False)
@@ -367,6 +381,9 @@ def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
         want = pointer if isinstance(pointer, int) else pointer.data_ptr()
         assert ctypes.c_uint64.from_address(at[1]).value == want
     assert device == [3] and len(launched) == 3
+    function(5, 64, 5, x)  # the same kernel, not beside
+    config, *_ = launched[-1]
+    assert (config["gridDimX"], config["blockDimX"]) == (5, 64) and "attrs" not in config
 
 
 @pytest.mark.gpu
