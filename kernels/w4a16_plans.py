@@ -245,7 +245,7 @@ def wgmma_shared_bytes(config: dict, tokens: int, bits: int, group: int, symmetr
     """Dynamic shared memory of a block of `w4a16_wgmma.cu`: stages of x, of words and scales, sums, mbarriers."""
     tiles, columns, split = 4 * config["WGS"], config["KS"], config["SPLIT"]
     groups = columns // group if group and group < columns else 1
-    x = config["STAGES"] * -(-tokens // 16) * 16 * columns * 2
+    x = config["STAGES"] * tokens * columns * 2
     words = config["RING"] * tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
     return x + words + split * -(-tiles * tokens // 8 // split) * 512 + 8 * (2 * config["STAGES"] + 1)
 

@@ -16,10 +16,10 @@
 #include "unpack.cuh"
 
 constexpr int WARPS = 4 * WGS, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB;
-constexpr int LOADED = (MT + 15) / 16, PLACES = 16 * LOADED;                   // tokens that a producer lane loads; of a stage
+constexpr int LOADED = (MT + 15) / 16;  // tokens that a producer lane loads, at most
 constexpr int AHEAD = (WGS > 2 && LOADED * KS > 512) || (KS == 256 && LOADED > 5) ? 1 : 2;  // stages that a producer lane holds
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
-constexpr int X = PLACES * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
+constexpr int X = MT * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
 // A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order.
 constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
 constexpr int WORDS = STAGES * X, LANDING = WORDS + RING * WARPS * W, MBARRIERS = LANDING + SPLIT * SLOTS * 512;
@@ -30,6 +30,9 @@ static_assert(STAGES > 1 && RING > 1 && MT % 8 == 0 && KS % KB == 0 && KS % 64 =
 #include "turns.cuh"
 
 constexpr int TURN = stages_of_turn(STAGES, RING, 8);  // of unrolled code
+// The same of what producers run: a turn of the stages of x, or as many stages as a lane holds.
+constexpr bool X_IN_TURNS = stages_of_turn(STAGES, AHEAD, 12) > 1;
+constexpr int TURN_OF_X = X_IN_TURNS ? stages_of_turn(STAGES, AHEAD, 12) : AHEAD;
 // Of two groups by turns products have registers of their own: the tensor cores work on one while the sums of the other are
 // scaled. ptxas follows that within a turn of an unrolled loop, which has to be an even number of groups.
 // How many tokens there are registers for:
@@ -52,13 +55,15 @@ constexpr bool SUMS_SCALED = !SCALED && FOLD % STEP == 0;
 struct Share {  // of a stage, what one producer lane loads: 8 of every 64 columns, of every 16th token
     uint4 v[LOADED][KS / 64];
 };
-INLINE void fetch(Share& to, const u16* const (&row)[LOADED], int first, int columns) {
-    UNROLL for (int j = 0; j < LOADED; j++) UNROLL for (int c = 0; c < KS; c += 64) to.v[j][c / 64] =
-        row[j] && first + c < columns ? load_early(row[j] + first + c) : uint4{0, 0, 0, 0};
+// Whether a warp loads tokens 16 j to 16 j + 15: two of the four do where the tile has only half of them.
+INLINE constexpr bool loads(int j, bool loads_half) { return 16 * j + 16 <= MT || loads_half; }
+INLINE void fetch(Share& to, const u16* const (&row)[LOADED], int first, int columns, bool loads_half) {
+    UNROLL for (int j = 0; j < LOADED; j++) if (loads(j, loads_half)) UNROLL for (int c = 0; c < KS; c += 64) to.v[j][c / 64] =
+        EVEN || c < columns ? load_early(row[j] + first + c) : uint4{0, 0, 0, 0};
 }
-INLINE void put(u32 to, const Share& from) {
-    UNROLL for (int j = 0; j < LOADED; j++) UNROLL for (int c = 0; c < KS / 64; c++)
-        store_matrices(to + c * PLACES * 128 + j * 2048, from.v[j][c]);
+INLINE void put(u32 to, const Share& from, bool loads_half) {
+    UNROLL for (int j = 0; j < LOADED; j++) if (loads(j, loads_half)) UNROLL for (int c = 0; c < KS / 64; c++)
+        store_matrices(to + c * MT * 128 + j * 2048, from.v[j][c]);
 }
 
 extern "C" __global__ void
@@ -91,13 +96,15 @@ __cluster_dims__(SPLIT)
         if (SPLIT > 1) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * (SPLIT - 1) * 512);
     }
 
-    const bool is_producer = warp >= WARPS;
-    const u16* row[LOADED];  // of x, for producer warps: 4 tokens by 64 columns at a time, eight lanes per token
+    const bool is_producer = warp >= WARPS, loads_half = warp % 4 < 2;
+    // Of x, for producer warps: 4 tokens by 64 columns at a time, eight lanes per token. Past the last token any x is right:
+    // nobody stores its sums.
+    const u16* row[LOADED];
     UNROLL for (int j = 0; j < LOADED; j++) {
-        const int token = m0 + j * 16 + warp % 4 * 4 + lane / 8;
-        row[j] = token < M ? x + (u64)token * K + own + lane % 8 * 8 : nullptr;
+        const int token = min(m0 + j * 16 + (int)warp % 4 * 4 + (int)lane / 8, M - 1);
+        row[j] = x + (u64)token * K + own + begin * KS + lane % 8 * 8;
     }
-    auto columns = [&](int slab) { return slab < end ? K - (int)lane % 8 * 8 : 0; };
+    auto columns = [&](int slab) { return K - slab * KS - (int)lane % 8 * 8; };
     Share held[AHEAD];
     const int tile = n0 / 16 + warp, tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB;
     const u32 last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them, zeros
@@ -127,7 +134,7 @@ __cluster_dims__(SPLIT)
         end_of_copies();
     };
     if (is_producer) {
-        UNROLL for (int j = 0; j < AHEAD; j++) fetch(held[j], row, (begin + j) * KS, columns(begin + j));
+        UNROLL for (int j = 0; j < AHEAD; j++) if (begin + j < end) fetch(held[j], row, j * KS, columns(begin + j), loads_half);
     } else {
         UNROLL for (int j = 0; j < RING - 1; j++) copy_stage(begin + j, j);
     }
@@ -139,16 +146,22 @@ __cluster_dims__(SPLIT)
         const int token = warp % 4 * 4 + lane % 8 / 2, piece = lane % 2 * 4 + lane / 8;
         const u32 to = stages + token * 128 + (piece ^ token % 8) * 16;
         int i = 0, phase = 0;
-        for (int slab = begin; slab < end; slab += AHEAD) UNROLL for (int j = 0; j < AHEAD; j++) {
-                if (slab + j >= end) break;
+        for (int first = begin; first < end; first += TURN_OF_X) {
+            UNROLL for (int u = 0; u < TURN_OF_X; u++) {
+                const int slab = first + u;
+                if ((X_IN_TURNS ? may_end(u, TURN_OF_X) : u > 0) && slab >= end) break;
+                if (X_IN_TURNS) i = u % STAGES;
                 signal_wait(free + i * 8, phase - 1);  // in phase 0 every stage is free
-                put(to + i * X, held[j]);
+                put(to + i * X, held[u % AHEAD], loads_half);
                 show_matrix_unit();
                 __syncwarp();
                 if (lane == 0) signal_arrive(full + i * 8);
-                fetch(held[j], row, (slab + j + AHEAD) * KS, columns(slab + j + AHEAD));
+                const int next = slab + AHEAD;
+                if (next < end) fetch(held[u % AHEAD], row, (u + AHEAD) * KS, columns(next), loads_half);
                 if (++i == STAGES) i = 0, phase++;
             }
+            UNROLL for (int j = 0; j < LOADED; j++) row[j] += TURN_OF_X * KS;
+        }
     } else {
         if (UNEVEN) more_registers<104>();
         uint4 words[DEPTH];
@@ -190,13 +203,13 @@ __cluster_dims__(SPLIT)
                 const bool group_begins = SUMS_SCALED && column % FOLD == 0;
                 if (group_begins && !BY_TURNS) wgmma_wait<0>(), add_part(0);
                 if (group_begins) UNROLL for (int row = 0; row < 2; row++)
-                    part_scale[p][row] = scale(scaling[column / FOLD], row) * (1 << DOWN);
+                    part_scale[p][row] = scale(scaling[column / FOLD], row);
                 if (column + STEP == KS) read_stage(j);
                 if (column == 0) signal_wait(full + i * 8, phase);
                 if (BY_TURNS && u + column == 0) wgmma_wait<0>();
                 wgmma_begin();
                 UNROLL for (int k = 0; k < STEP; k += 16) {
-                    const u32 from = stages + i * X, piece = (column + k) / 64 * PLACES * 8 + (column + k) % 64 / 8;
+                    const u32 from = stages + i * X, piece = (column + k) / 64 * MT * 8 + (column + k) % 64 / 8;
                     const u64 of = NARROW ? matrix_piece(from, piece) : matrix(from) + piece;
                     if constexpr (!SUMS_SCALED) multiply_tile(sum, now + k / 4, of);
                     else if (column % FOLD == 0 && k == 0) multiply_tile<true>(part[p], now, of);
@@ -215,6 +228,7 @@ __cluster_dims__(SPLIT)
         wgmma_wait<0>();
         const bool last = SUMS_SCALED && (end - begin) * FOLDS % PARTS == 0;
         if (SUMS_SCALED) last ? add_part(PARTS - 1) : add_part(0);
+        if (SUMS_SCALED) UNROLL for (int n = 0; n < NT; n++) UNROLL for (int v = 0; v < 4; v++) sum[n][v] *= 1 << DOWN;
         wait_for_copies<0>();
         land_sums(sum, landing, landed, rank, 0, warp, lane);
     }

@@ -157,12 +157,14 @@ def _w4a16_gemm() -> list[TuningPoint]:
 def w4a16_space(case: Case, device: torch.device | None = None) -> list[Config]:
     """The `MOST_ESTIMATED` of W4A16 with the least estimates, of tiles for at most twice the tokens, or 32 more.
 
-    A tile is trimmed to the tokens that there are. Estimates are for the SMs of `device`, this machine's unless one is
-    given.
+    From nine tokens on tiles for 48 are among them. A tile is trimmed to the tokens that there are. Estimates are for
+    the SMs of `device`, this machine's unless one is given.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = case["M"], case["N"], case["K"], case["bits"], processors(device)
     most = case["M"] + 32 if case["M"] > 128 else 2 * case["M"]
+    if case["M"] > 8:
+        most = max(most, 48)
     able = []
     for config in load("w4a16_gemm").SPACE:
         if w4a16_tiles.tokens_of(config) <= most and w4a16_plans.runs(config, capability_of(device)):

@@ -442,7 +442,7 @@ def test_w4a16_is_swept_over_the_least_estimates_of_all_its_space():
     space = load("w4a16_gemm").SPACE
     points = {point.key: point for point in TUNABLE["w4a16_gemm"]()}
     assert {len(point.space) for point in points.values()} == {100}
-    for tokens, most in ((8, 16), (48, 96), (128, 256), (160, 192)):
+    for tokens, most in ((8, 16), (12, 48), (48, 96), (128, 256), (160, 192)):
         able = [config for config in space if w4a16_tiles.tokens_of(config) <= most]
         able.sort(key=lambda config: estimate(config, tokens, 4096, 14336, 4, 132))
         assert points[f"w4 m{tokens} 4096x14336"].space == able[:100]

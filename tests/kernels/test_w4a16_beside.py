@@ -87,7 +87,7 @@ def test_two_launches_are_taken_where_they_were_faster_on_an_h200(monkeypatch):
     assert w4a16_choice.serving_record(265, 2048, 8192, 4, "cuda")  # for one launch, though two have a lower estimate
     assert not w4a16_beside.tokens_of_head(265, 2048, 8192, 4, torch.device("cpu"))
     monkeypatch.setattr(w4a16_choice, "launch_config", lambda *_: None)
-    for name, value, wrong in (("SLOWER_MMA", w4a16_beside.SLOWER, slower[0]), ("GAIN", 0.0, (1024, 4096, 337))):
+    for name, value, wrong in (("SLOWER_MMA", w4a16_beside.SLOWER, slower[0]), ("GAIN", 0.0, (2048, 2048, 521))):
         w4a16_beside.tokens_of_head.cache_clear()
         assert not w4a16_beside.tokens_of_head(wrong[2], *wrong[:2], 4, torch.device("cpu"))
         with monkeypatch.context() as patch:
