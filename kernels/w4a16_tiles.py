@@ -177,16 +177,16 @@ WIDE_WGMMA_TILES = [  # 128 columns a stage, for 65 to 112 tokens
     (3, 96, 128, 4, 4), (2, 96, 256, 2, 4), (1, 96, 256, 3, 3), (3, 112, 128, 3, 3), (1, 112, 256, 3, 3),
 ]  # fmt: skip
 LOOPS_OF_SUMS = [  # unrolled: stages of x as many as fit, half as many of words
-    (4, 48, 128, 8, 4), (3, 48, 128, 8, 4), (2, 48, 128, 8, 4), (1, 48, 128, 8, 4), (2, 32, 256, 8, 4),
-    (2, 48, 256, 6, 3), (1, 32, 256, 8, 4), (1, 48, 256, 6, 3),
+    (3, 48, 128, 8, 4), (2, 48, 128, 8, 4), (1, 48, 128, 8, 4), (2, 32, 256, 8, 4), (2, 48, 256, 6, 3),
+    (1, 32, 256, 8, 4), (1, 48, 256, 6, 3),
 ]  # fmt: skip
 LOOPS = [
     (4, 64, 128, 6, 3), (4, 80, 128, 4, 2), (3, 80, 128, 6, 3), (3, 112, 128, 4, 2), (2, 72, 128, 8, 4),
     (2, 96, 128, 6, 3), (2, 128, 128, 4, 2), (2, 72, 256, 4, 2), (1, 80, 128, 8, 4), (1, 112, 128, 6, 3),
     (1, 128, 128, 4, 2), (1, 80, 256, 4, 2),
 ]  # fmt: skip
-FROM_NINE = 9  # tokens from which on unrolled loops over 256 rows and few tokens are chosen from
-NEARLY_FULL = {  # the same of others, by tile
+FROM_NINE, TO_FORTY = 9, 40  # tokens for which loops of sums over 256 rows are chosen from; beyond, registers spill
+NEARLY_FULL = {  # from which on others are, by tile
     32: 17, 48: 17, 64: 41, 72: 41, 80: 41, 96: 65, 112: 81, 128: 97, 160: 129, 192: 129, 224: 193, 256: 193,
 }  # fmt: skip
 SEVERAL = 257  # tokens from which on unrolled loops are chosen from for several tiles, too
@@ -208,12 +208,8 @@ OF_WGMMA = [
     *each(WGMMA, [(2, 48, 256, 3, 3), (2, 48, 128, 8, 6)], SPLITS, 33, 48),
     *each(WGMMA, WIDE_WGMMA_TILES, SPLITS, 65, 112, bits=(4, 8)),
     *each(WGMMA, [(4, 96, 64, 5, 6)], SPLITS, 65, bits=(4, 8)),  # 256 rows: registers hold no sums of 128 tokens
-    *each(
-        WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] == 4], SPLITS, FROM_NINE, None, (4,), KNOWN_OF_SUMS, SEVERAL
-    ),
-    *each(
-        WGMMA, [tile for tile in LOOPS_OF_SUMS if tile[0] < 4], SPLITS, NEARLY_FULL, None, (4,), KNOWN_OF_SUMS, SEVERAL
-    ),
+    *each(WGMMA, [(4, 48, 128, 8, 4)], SPLITS, FROM_NINE, TO_FORTY, (4,), KNOWN_OF_SUMS, SEVERAL),
+    *each(WGMMA, LOOPS_OF_SUMS, SPLITS, NEARLY_FULL, None, (4,), KNOWN_OF_SUMS, SEVERAL),
     *each(WGMMA, LOOPS, SPLITS, NEARLY_FULL, None, (4,), KNOWN, SEVERAL),
     *each(WGMMA, [(4, 96, 128, 4, 2)], (1, 2, 3, 4, 6, 8), NEARLY_FULL, None, (4,), KNOWN, SEVERAL),
     *recorded_alone(WGMMA, RECORDED_LOOPS_OF_SUMS, SPLITS, KNOWN_OF_SUMS),

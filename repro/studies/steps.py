@@ -5,7 +5,8 @@
 Writes `DIR/steps.json`: microseconds of `linear` (W4 g128, bf16) at numbers of tokens from 8 to 600, pairs of
 neighbours where anything changes, next to those of every path that it could take and of cuBLAS in bf16; then says which
 of the three targets hold. Times are the best of a few replays of a CUDA graph over weights that no cache holds. The
-project's own are in `results/<device>/steps.json`.
+project's own are in `results/<device>/steps.json`, which says of each layer at which commit it was measured. To measure
+one again, take it out of the file.
 
     step        one token more takes at most 1.15 times as long, or as much more as with cuBLAS
     dequantize  from 96 to 512 tokens of layers from 4096 x 4096 on at most 1.02 times as long as to dequantize and use
@@ -132,9 +133,10 @@ def verdicts(times: Times) -> dict[str, list[str]]:
 def record(out: Path) -> dict[str, Any]:
     """Measure the layers that the file lacks, writing it after each."""
     about = bench.origin()
+    commit = about.pop("commit")
     content: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    if any(content.get(name) != about[name] for name in ("device", "commit")):
-        content = {"times": {}}
+    if content.get("device") != about["device"]:
+        content = {"times": {}, "commits": {}}
     content |= about
     backend = timing.Cuda()
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
@@ -142,6 +144,7 @@ def record(out: Path) -> dict[str, Any]:
             name = f"{shape[0]}x{shape[1]}"
             if name not in content["times"]:
                 content["times"][name] = measure(shape, backend, pool)
+                content["commits"][name] = commit
                 write_text(out, json.dumps(content) + "\n")
                 backend.release()
     return content

@@ -201,6 +201,8 @@ def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
         able = list(filter(w4a16_plans.is_unrolled, w4a16_choice.chosen_from(m, 4, (9, 0))))
         assert {w4a16_tiles.tokens_of(config) for config in able} == tiles
         assert (m > 16) == any(config.get("WGS") != 4 for config in able) or not able
+        sums = {config["WGS"] for config in able if config.get("SCALED") == 0}
+        assert (4 in sums) == (9 <= m <= 40 or m >= 257)
         assert not any(map(w4a16_plans.is_unrolled, w4a16_choice.chosen_from(m, 8, (9, 0))))
 
 
