@@ -75,15 +75,14 @@ def serving_record(m: int, n: int, k: int, bits: int, device: torch.device | str
 
 
 def recorded_head(m: int, n: int, k: int, bits: int, device: torch.device | str) -> int | None:
-    """How many of m tokens have a launch of their own by a record, 0 if all have one launch; None without a record."""
-    for tokens in serving(m):
-        key = tuning_key({"M": tokens, "N": n, "K": k, "bits": bits})
-        head = launch_config(HEAD, key, device)
-        if head and head["tokens"] < m:
-            return head["tokens"]
-        if launch_config("w4a16_gemm", key, device):
-            return 0
-    return None
+    """How many of m tokens have a launch of their own by a record, 0 if all have one launch; None without a record.
+
+    A number of tokens has a record of its own or none: one for more tokens would count from far below on.
+    """
+    head = launch_config(HEAD, tuning_key({"M": m, "N": n, "K": k, "bits": bits}), device)
+    if head and head["tokens"] < m:
+        return head["tokens"]
+    return 0 if serving_record(m, n, k, bits, device) else None
 
 
 def recorded_for(

@@ -36,7 +36,7 @@ def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monk
 
 
 def test_the_first_launch_has_as_many_tokens_as_are_recorded(monkeypatch):
-    """Of more tokens than that which the record serves, 0 where one launch is recorded; whatever is estimated."""
+    """From the next of `TOKENS` below on, if they are more; 0 where one launch is recorded; whatever is estimated."""
     heads = {288: 256, 360: 352, 456: 448, 640: 0}
     recorded = {"w4a16_gemm_head": {f"w4 m{m} 1024x4096": {"tokens": tokens} for m, tokens in heads.items()}}
     tile = {"MB": 4, "STAGES": 4, "RING": 3, "SPLIT": 1, "PAIR": 1}
@@ -45,6 +45,11 @@ def test_the_first_launch_has_as_many_tokens_as_are_recorded(monkeypatch):
     monkeypatch.setattr(w4a16_beside, "time_of_two", lambda *_: 0.0)  # 385 tokens, of which nothing is recorded
     w4a16_beside.tokens_of_head.cache_clear()
     want = {256: 0, 257: 256, 321: 0, 352: 0, 353: 352, 360: 352, 361: 0, 385: 352, 449: 448, 456: 448, 457: 0, 513: 0}
+    recorded["w4a16_gemm_head"]["w4 m384 1024x4096"] = {"tokens": 320}
+    want |= dict.fromkeys((322, 344, 368, 376), 0) | {
+        377: 320,
+        384: 320,
+    }  # nothing is recorded at 328 to 352 and at 376
     for m, head in want.items():
         assert w4a16_beside.tokens_of_head(m, 1024, 4096, 4, torch.device("cpu")) == head, m
     w4a16_beside.tokens_of_head.cache_clear()
