@@ -13,7 +13,7 @@ import torch
 from repro.kernels.launch_config import capability_of, launch_config, processors
 from repro.kernels.w4a16_estimates import estimate
 from repro.kernels.w4a16_plans import is_unrolled, runs, trimmed
-from repro.kernels.w4a16_tiles import CANDIDATES, LEAST_MULTICAST, tokens_of
+from repro.kernels.w4a16_tiles import CANDIDATES, LEAST_MULTICAST, SEVERAL, tokens_of
 
 TAIL = "w4a16_gemm_tail"  # where configurations for a second launch are recorded
 HEAD = "w4a16_gemm_head"  # and how many tokens the first of two launches has: {"tokens": 448}, 0 for one launch
@@ -25,7 +25,6 @@ TOKENS = (
 )
 SERVED = (16, 24, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 640)
 ESTIMATED = (8, 12, 16, 24, 32, 40, 48, 64, 80)
-SEVERAL_TILES = 256  # tokens from which on a configuration may be for more tokens, too, in more tiles
 
 
 def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str, beside: bool = False) -> dict:
@@ -99,7 +98,7 @@ def next_recorded(m: int, n: int, k: int, bits: int, device: torch.device, besid
     Above 256, if there is none, what is recorded for the largest number from there on: m tokens take several tiles.
     """
     enough = [tokens for tokens in TOKENS if tokens >= m]
-    fewer = [tokens for tokens in reversed(TOKENS) if SEVERAL_TILES <= tokens < m]
+    fewer = [tokens for tokens in reversed(TOKENS) if SEVERAL - 1 <= tokens < m]
     for tokens in enough + fewer:
         if config := recorded_for(tokens, n, k, bits, device, beside):
             return config

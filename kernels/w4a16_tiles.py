@@ -189,7 +189,7 @@ FROM_NINE, TO_FORTY = 9, 40  # tokens for which loops of sums over 256 rows are 
 NEARLY_FULL = {  # from which on others are, by tile
     32: 17, 48: 17, 64: 41, 72: 41, 80: 41, 96: 65, 112: 81, 128: 97, 160: 129, 192: 129, 224: 193, 256: 193,
 }  # fmt: skip
-SEVERAL = 257  # tokens from which on unrolled loops are chosen from for several tiles, too
+SEVERAL = 257  # tokens from which on there are several tiles: unrolled loops are chosen from for them, too
 RECORDED_LOOPS_OF_SUMS = [
     (1, 48, 256, 3, 3), (1, 48, 256, 4, 4), (1, 56, 128, 8, 4), (1, 64, 128, 8, 8), (2, 48, 128, 8, 8),
     (2, 48, 256, 3, 3), (2, 48, 256, 4, 4), (2, 56, 128, 8, 4), (3, 32, 128, 6, 6), (3, 48, 128, 5, 5),
