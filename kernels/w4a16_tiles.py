@@ -186,7 +186,7 @@ LOOPS = [
     (1, 128, 128, 4, 2), (1, 80, 256, 4, 2),
 ]  # fmt: skip
 FROM_NINE, TO_FORTY = 9, 40  # tokens for which loops of sums over 256 rows are chosen from; beyond, registers spill
-NEARLY_FULL = {  # from which on others are, by tile
+NEARLY_FULL = {  # tokens from which on others are, by tile
     32: 17, 48: 17, 64: 41, 72: 41, 80: 41, 96: 65, 112: 81, 128: 97, 160: 129, 192: 129, 224: 193, 256: 193,
 }  # fmt: skip
 SEVERAL = 257  # tokens from which on there are several tiles: unrolled loops are chosen from for them, too

@@ -58,12 +58,17 @@ struct Share {  // of a stage, what one producer lane loads: 8 of every 64 colum
 // Whether a warp loads tokens 16 j to 16 j + 15: two of the four do where the tile has only half of them.
 INLINE constexpr bool loads(int j, bool loads_half) { return 16 * j + 16 <= MT || loads_half; }
 INLINE void fetch(Share& to, const u16* const (&row)[LOADED], int first, int columns, bool loads_half) {
-    UNROLL for (int j = 0; j < LOADED; j++) if (loads(j, loads_half)) UNROLL for (int c = 0; c < KS; c += 64) to.v[j][c / 64] =
-        EVEN || c < columns ? load_early(row[j] + first + c) : uint4{0, 0, 0, 0};
+    UNROLL for (int j = 0; j < LOADED; j++) {
+        if (!loads(j, loads_half)) continue;
+        UNROLL for (int c = 0; c < KS; c += 64)
+            to.v[j][c / 64] = EVEN || c < columns ? load_early(row[j] + first + c) : uint4{0, 0, 0, 0};
+    }
 }
 INLINE void put(u32 to, const Share& from, bool loads_half) {
-    UNROLL for (int j = 0; j < LOADED; j++) if (loads(j, loads_half)) UNROLL for (int c = 0; c < KS / 64; c++)
-        store_matrices(to + c * MT * 128 + j * 2048, from.v[j][c]);
+    UNROLL for (int j = 0; j < LOADED; j++) {
+        if (!loads(j, loads_half)) continue;
+        UNROLL for (int c = 0; c < KS / 64; c++) store_matrices(to + c * MT * 128 + j * 2048, from.v[j][c]);
+    }
 }
 
 extern "C" __global__ void

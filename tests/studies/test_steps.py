@@ -80,6 +80,6 @@ def test_two_of_three_targets_hold_where_they_are_recorded(path):
     recorded = content["times"]
     assert set(recorded) == set(content["commits"]) == {f"{n}x{k}" for n, k in steps.shapes()}
     missed = steps.verdicts(recorded)
-    assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 4
+    assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 3
     of_llama_3 = {f"{n}x{k}": recorded[f"{n}x{k}"] for n, k in steps.LLAMA_3}
-    assert len(steps.verdicts(of_llama_3)["step"]) <= 2
+    assert len(steps.verdicts(of_llama_3)["step"]) <= 1
