@@ -216,7 +216,7 @@ def plan_wgmma(config: dict, count: int, rows: int, columns: int, form: Form) ->
     grid = grid_of(config, count, rows, columns)
     config["SPLIT"] = grid.split
     macros = {"MT": grid.tokens} | {name: config[name] for name in WGMMA if name != "MT"}
-    macros["SCALED"] = config.get("SCALED", 1)
+    macros |= {"SCALED": config.get("SCALED", 1), "OVERLAID": config["OVERLAID"]}
     if known(config, rows, columns, form[1]):
         macros["COLUMNS"] = columns
     threads = 128 * config["WGS"] + 128
@@ -224,18 +224,19 @@ def plan_wgmma(config: dict, count: int, rows: int, columns: int, form: Form) ->
 
 
 def wgmma_fitted(config: dict, bits: int, group: int, symmetric: bool) -> dict:
-    """`config` for a format: stages are whole packed blocks, as many as fit; stages of words are dropped first.
+    """`config` for a format: stages are whole packed blocks, as many as fit.
 
-    Where two stages of each do not fit, K is not split, and then stages have half as many columns.
+    Sums lie where stages did (OVERLAID) unless they fit beside them. Where stages do not fit either, those of words are
+    dropped first; where two of each do not, they have half as many columns.
     """
-    config = config | {"KS": max(config["KS"], packing.block_columns(bits))}
+    config = config | {"KS": max(config["KS"], packing.block_columns(bits)), "OVERLAID": 0}
     while wgmma_shared_bytes(config, tokens_of(config), bits, group, symmetric) > MOST_SHARED[9, 0]:
-        if config["RING"] > 2:
+        if not config["OVERLAID"]:
+            config["OVERLAID"] = 1
+        elif config["RING"] > 2:
             config["RING"] -= 1
         elif config["STAGES"] > 2:
             config["STAGES"] -= 1
-        elif config["SPLIT"] > 1:
-            config["SPLIT"] = 1
         else:
             config["KS"] //= 2
     return config
@@ -247,7 +248,9 @@ def wgmma_shared_bytes(config: dict, tokens: int, bits: int, group: int, symmetr
     groups = columns // group if group and group < columns else 1
     x = config["STAGES"] * tokens * columns * 2
     words = config["RING"] * tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
-    return x + words + split * -(-tiles * tokens // 8 // split) * 512 + 8 * (2 * config["STAGES"] + 1)
+    sums = split * -(-tiles * tokens // 8 // split) * 512
+    room = max(x + words, sums) if config["OVERLAID"] else x + words + sums
+    return room + 8 * (2 * config["STAGES"] + 1)
 
 
 # ---- by w4a16_multicast.cu

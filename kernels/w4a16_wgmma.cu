@@ -10,6 +10,7 @@
 //   KS      columns of a stage                        SPLIT   thread blocks of a cluster, which split K
 //   STAGES  stages of x in shared memory              RING    stages of packed words and scales, per consumer warp
 //   SCALED  1: a group's scale multiplies the weights; 0: its sums, if a step of columns has one scale
+//   OVERLAID 1: sums lie where stages did, when all blocks of the cluster have read theirs; 0: they have a place of their own
 //   COLUMNS K, if nothing ends within a tile or a stage
 
 #include "beside.cuh"
@@ -22,7 +23,9 @@ constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // co
 constexpr int X = MT * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
 // A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order.
 constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
-constexpr int WORDS = STAGES * X, LANDING = WORDS + RING * WARPS * W, MBARRIERS = LANDING + SPLIT * SLOTS * 512;
+constexpr int WORDS = STAGES * X, STAGED = WORDS + RING * WARPS * W, LANDED = SPLIT * SLOTS * 512;
+constexpr int LANDING = OVERLAID ? 0 : STAGED;
+constexpr int MBARRIERS = LANDING + LANDED > STAGED ? LANDING + LANDED : STAGED;
 static_assert(STAGES > 1 && RING > 1 && MT % 8 == 0 && KS % KB == 0 && KS % 64 == 0 && KS % FOLD == 0 &&
                   (GROUP == 0 || GROUP % FOLD == 0),
               "a stage does not divide, or there are too few");
@@ -167,6 +170,7 @@ __cluster_dims__(SPLIT)
             }
             UNROLL for (int j = 0; j < LOADED; j++) row[j] += TURN_OF_X * KS;
         }
+        if (OVERLAID && SPLIT > 1) cluster_arrive();
     } else {
         if (UNEVEN) more_registers<104>();
         uint4 words[DEPTH];
@@ -235,6 +239,10 @@ __cluster_dims__(SPLIT)
         if (SUMS_SCALED) last ? add_part(PARTS - 1) : add_part(0);
         if (SUMS_SCALED) UNROLL for (int n = 0; n < NT; n++) UNROLL for (int v = 0; v < 4; v++) sum[n][v] *= 1 << DOWN;
         wait_for_copies<0>();
+        if (OVERLAID) {  // every warp of the cluster that multiplies has read its stages
+            if (SPLIT > 1) cluster_arrive(), cluster_wait();
+            else barrier(1, 32 * WARPS);
+        }
         land_sums(sum, landing, landed, rank, 0, warp, lane);
     }
     __syncthreads();

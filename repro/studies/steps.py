@@ -1,6 +1,6 @@
 """Time of a 4-bit layer by its number of tokens: finds cliffs where a path, a tile or a configuration changes.
 
-    python -m repro.studies.steps --out DIR     # on a GPU, about 110 s; measures what the file lacks
+    python -m repro.studies.steps --out DIR     # on a GPU, about 140 s; measures what the file lacks
 
 Writes `DIR/steps.json`: microseconds of `linear` (W4 g128, bf16) at numbers of tokens from 8 to 600, pairs of
 neighbours where anything changes, next to those of every path that it could take and of cuBLAS in bf16; then says which
@@ -39,8 +39,8 @@ from repro.studies.measurement_folder import file_of_command_line
 
 LLAMA_3 = [(4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (28672, 8192)]
 EDGES = (
-    *(8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 224, 256),
-    *(288, 320, 328, 336, 344, 352, 360, 368, 376, 384, 448, 512),
+    *(8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128, 144, 160, 192, 208, 224, 256),
+    *(264, 288, 312, 320, 328, 336, 344, 352, 360, 368, 376, 384, 400, 416, 448, 480, 512, 576),
 )  # and one token more
 COUNTS = sorted({*EDGES, *(m + 1 for m in EDGES), 600})
 STEP, AGAINST = 1.15, {128: 0.90, 256: 0.85}

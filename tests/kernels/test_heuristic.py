@@ -147,7 +147,7 @@ def test_few_tokens_have_tiles_of_their_own(monkeypatch):
     """Recorded for 24, 32 and 80 tokens; of a layer without an entry the estimate's, no wgmma where it would wait."""
     recorded = configurations("nvidia-h200")["w4a16_gemm"]
     monkeypatch.setattr(w4a16_choice, "launch_config", lambda kernel, key, device: recorded.get(key))
-    for m, shape, key in ((17, "14336x4096", "m24"), (25, "28672x8192", "m32"), (65, "4096x14336", "m80")):
+    for m, shape, key in ((17, "14336x4096", "m24"), (25, "28672x8192", "m32"), (73, "4096x14336", "m80")):
         assert w4a16_choice.configuration(m, *map(int, shape.split("x")), 4, "cpu") == recorded[f"w4 {key} {shape}"]
     for m, shape, chosen in ((2, (6144, 4096), (3, 1, 8)), (8, (28672, 4096), (2, 7, 2))):
         config = w4a16_choice.configuration(m, *shape, 4, "cpu")  # of some forty the fastest on an H200, no entry
@@ -192,10 +192,15 @@ def test_a_launch_beside_another_takes_what_is_recorded_for_it(monkeypatch):
 
 
 def test_an_unrolled_loop_is_tried_for_tokens_that_fill_its_tile():
-    """Of 16 tokens those of 256 rows alone; a tile of 64 from 41 on, of 128 from 97; all from 257 on; of 4 bits."""
+    """Of 16 tokens those of 256 rows alone; a tile of 64 from 41 on, of 128 from 97; of 4 bits.
+
+    From 129 on several tiles of `wgmma` where scales multiply weights, from 257 on of all.
+    """
     few = {8: set(), 16: {48}, 24: {32, 48}, 32: {32, 48}, 33: {48}, 41: {48, 64, 72, 80}, 49: {64, 72, 80}}
     few |= {65: {72, 80, 96}, 73: {80, 96}, 81: {96, 112}}
-    many = {97: {112, 128}, 128: {128}, 129: {160, 192}, 161: {192}, 193: {224, 256}, 225: {256}, 256: {256}}
+    several = {64, 72, 80, 96, 104, 112, 128}
+    many = {97: {104, 112, 128}, 105: {112, 128}, 128: {128}, 129: {160, 192} | several, 161: {192} | several}
+    many |= {193: {224, 256} | several, 225: {256} | several, 256: {256} | several}
     many[257] = many[2048] = set().union(*few.values(), *many.values())  # several tiles of each
     for m, tiles in (few | many).items():
         able = list(filter(w4a16_plans.is_unrolled, w4a16_choice.chosen_from(m, 4, (9, 0))))

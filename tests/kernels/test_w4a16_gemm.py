@@ -145,6 +145,8 @@ KNOWN_WGMMA_CASES = [
     (4, 128, False, "float16", 25, 130, 1280, (1, 32, 128, 4, 4, 3), 0),
     (4, 64, False, "bfloat16", 11, 200, 1152, (3, 16, 128, 2, 2, 2), 0),
     (4, 64, True, "bfloat16", 9, 70, 960, (3, 16, 64, 4, 4, 2), 0),
+    (4, 128, False, "bfloat16", 99, 300, 1280, (4, 104, 128, 6, 3, 2), 1),  # sums lie where stages did
+    (4, 64, False, "float16", 121, 130, 896, (2, 128, 128, 6, 3, 1), 1),
 ]
 
 
@@ -154,7 +156,7 @@ def of_known_wgmma(case):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(KNOWN_WGMMA_CASES, (0, 1, 3, 4, 8, 10)), ids=str)
+@pytest.mark.parametrize("case", some_slow(KNOWN_WGMMA_CASES, (0, 1, 3, 4, 8, 10, 12)), ids=str)
 def test_wgmma_source_with_known_columns_on_the_cpu(case, monkeypatch):
     """The same sums to the last bit; a group's sums that its scale multiplies round once less than scaled weights."""
     x, packed, config = of_known_wgmma(case)

@@ -62,10 +62,26 @@ def test_where_nothing_else_fits_fewer_warps_share_columns():
 
 
 def test_where_two_stages_of_wgmma_do_not_fit_they_have_half_as_many_columns():
-    """8 bits of 256 columns: no split, then 128 columns."""
-    config = dict(zip(w4a16_tiles.WGMMA, (2, 128, 256, 2, 2, 2))) | {"KNOWN": 1}
-    assert w4a16_plans.wgmma_fitted(config, 4, 128, False) == config
-    assert w4a16_plans.wgmma_fitted(config, 8, 128, False) == config | {"KS": 128, "SPLIT": 1}
+    config = dict(zip(w4a16_tiles.WGMMA, (4, 96, 256, 3, 4, 2)))
+    two_of_each = config | {"STAGES": 2, "RING": 2, "OVERLAID": 1}
+    assert w4a16_plans.wgmma_fitted(config, 4, 128, False) == two_of_each | {"STAGES": 3}
+    assert w4a16_plans.wgmma_fitted(config, 8, 128, False) == two_of_each | {"KS": 128}
+
+
+def test_sums_lie_where_stages_did_unless_they_fit_beside_them():
+    config = dict(zip(w4a16_tiles.WGMMA, (4, 96, 128, 3, 3, 2)))
+    x, words, sums = 96 * 256, 16 * (1024 + 64), 16 * 12 * 512
+    beside = w4a16_plans.wgmma_fitted(config, 4, 128, False)
+    assert beside == config | {"OVERLAID": 0}
+    assert w4a16_plans.wgmma_shared_bytes(beside, 96, 4, 128, False) == 3 * x + 3 * words + sums + 8 * 7
+    more = config | {"STAGES": 6}
+    over = w4a16_plans.wgmma_fitted(more, 4, 128, False)
+    assert over == more | {"OVERLAID": 1}
+    assert w4a16_plans.wgmma_shared_bytes(over, 96, 4, 128, False) == 6 * x + 3 * words + 8 * 13
+    few = config | {"STAGES": 2, "RING": 2, "KS": 64, "OVERLAID": 1}
+    assert w4a16_plans.wgmma_shared_bytes(few, 96, 4, 128, False) == sums + 8 * 5
+    _, plan = w4a16_plans.plan_of(more, 96, 512, 1024, (4, 128, False), (9, 0))
+    assert plan.macros["OVERLAID"] == 1
 
 
 def test_columns_are_a_constant_where_stages_and_groups_divide_them():
