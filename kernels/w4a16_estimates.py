@@ -7,6 +7,7 @@ these. Weights are in groups of 128, whatever theirs is.
 
 from repro.kernels.launch_config import CLUSTERS
 from repro.kernels.w4a16_plans import (
+    LEAST_TILE,
     MOST_BOX,
     MULTICAST_STAGE,
     copies_all_at_once,
@@ -38,11 +39,11 @@ THREADS_OF_SM, REGISTERS_OF_SM = 2048, 65_536
 REGISTERS = 96  # of a thread, about
 JOIN = 0.11  # us to add up the parts of a cluster
 FEW_WAIT = {40: 1.19, 48: 1.11}  # times as long up to so many tokens, whose products do not hide wgmma's waits
+LONE_WAIT = 1.1  # times as long with one warpgroup and more than 64 tokens
 # The same with an unrolled loop, fitted to some 600 times of 18 layers, those that are at most 1.12 times the best of
-# their place: of group sums that scales multiply, of weights that they multiply; and of more tokens.
-SUMS_WAIT, LOOP_WAIT, LOOP_SHARE = {16: 0.94, 48: 0.99}, {40: 1.06, 48: 1.03, 64: 0.97}, 0.92
-MOST_SUMS = 32  # tokens of a tile whose sums are scaled
-MOST_LOOP = 128  # tokens up to which an unrolled loop of sums is estimated
+# their place: of group sums that scales multiply, of weights that they multiply.
+SUMS_WAIT, LOOP_WAIT = {16: 0.94, 48: 0.99}, {40: 1.06, 48: 1.03, 64: 0.97}
+MORE_SUMS = {1: 1.0, 2: 1.0, 3: 1.04, 4: 1.06}  # the same of group sums of more than 16 tokens by warpgroups
 # Where scales multiply the weights of an unrolled loop of more tokens, fitted to 4,107 times of 22 layers and 72 to 600
 # tokens, those that are at most 1.2 times the best of their place: the error is 4 % in the mean. By warpgroups.
 LEAST_LOOP = 65  # tokens from which on that is so
@@ -132,7 +133,7 @@ def estimate_wgmma(config: dict, m: int, n: int, k: int, bits: int, sms: int) ->
         return waves * wave + (LOOP_JOIN * rows * grid.tokens if grid.split > 1 else 0)
     multiplying = 2 * rows * columns * grid.tokens / WGMMA_PRODUCTS + UNPACK * columns
     wave = time_of_wave(reading(rows, columns, bits, requested), multiplying)
-    wave *= wgmma_wait(config, m, grid.tokens, constant_columns and m <= MOST_LOOP)
+    wave *= wgmma_wait(config, m, grid.tokens, constant_columns)
     if m > grid.tokens and config["KS"] == 64:
         wave += SHORT * columns / 64
     if constant_columns:
@@ -156,12 +157,19 @@ def time_of_wave(reading: float, multiplying: float) -> float:
 
 
 def wgmma_wait(config: dict, m: int, tokens: int, unrolled: bool) -> float:
-    """How many times as long m tokens in tiles of `tokens` take where they do not hide the waits of `wgmma`."""
-    few = tokens if tokens <= MOST_SUMS else m
-    waits, otherwise = FEW_WAIT, 1.0
+    """How many times as long m tokens in tiles of `tokens` take where they do not hide the waits of `wgmma`.
+
+    Thread blocks of several tiles hide half of what those of one do not.
+    """
+    if unrolled and config.get("SCALED") == 0:
+        wait = next((wait for most, wait in SUMS_WAIT.items() if tokens <= most), 1.0)
+        return wait * MORE_SUMS[config["WGS"]] if tokens > LEAST_TILE else wait
     if unrolled:
-        waits, otherwise = (SUMS_WAIT if config.get("SCALED") == 0 else LOOP_WAIT), LOOP_SHARE
-    return next((wait for most, wait in waits.items() if few <= most), otherwise)
+        return next(wait for most, wait in LOOP_WAIT.items() if tokens <= most)
+    for most, wait in FEW_WAIT.items():
+        if tokens <= most:
+            return wait if m <= tokens else (1 + wait) / 2
+    return LONE_WAIT if config["WGS"] == 1 and m >= LEAST_LOOP else 1.0
 
 
 def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:

@@ -92,15 +92,33 @@ def test_wgmma_is_chosen_where_a_device_has_it_and_tokens_are_many():
 
 
 def test_few_tokens_do_not_hide_the_waits_of_wgmma():
-    """Few of a tile up to 32, of all beyond; an unrolled loop waits less."""
-    sums, weights = {"SCALED": 0}, {}
+    """Those of several tiles half of them; an unrolled loop waits less, and by group sums more with more warpgroups."""
+    sums, weights, lone = {"SCALED": 0, "WGS": 4}, {"WGS": 4}, {"WGS": 1}
     cases = (
-        (weights, 65, 24, False, 1.19), (weights, 48, 48, False, 1.11), (weights, 65, 40, False, 1.0),
-        (sums, 48, 16, True, 0.94), (sums, 65, 40, True, 0.92), (weights, 40, 40, True, 1.06),
+        (weights, 24, 24, False, 1.19), (weights, 65, 24, False, 1.095), (weights, 48, 48, False, 1.11),
+        (weights, 65, 40, False, 1.095), (weights, 64, 64, False, 1.0), (lone, 64, 64, False, 1.0),
+        (lone, 65, 72, False, 1.1), (sums, 48, 16, True, 0.94), (sums, 40, 40, True, 0.99 * 1.06),
+        (sums, 65, 56, True, 1.06), (sums | {"WGS": 2}, 65, 56, True, 1.0), (weights, 40, 40, True, 1.06),
         (weights, 64, 64, True, 0.97),
     )  # fmt: skip
     for config, m, tokens, unrolled, want in cases:
-        assert w4a16_estimates.wgmma_wait(config, m, tokens, unrolled) == want
+        assert w4a16_estimates.wgmma_wait(config, m, tokens, unrolled) == pytest.approx(want)
+
+
+def test_an_unrolled_loop_over_many_tokens_is_estimated_by_its_warpgroups():
+    """Weights that scales multiply: a step of 64 columns, by 128 rows for 288 tokens; sums of a split are added up."""
+    loop = dict(zip(w4a16_tiles.WGMMA, (2, 96, 128, 8, 4, 1))) | {"KNOWN": 1}
+    step = w4a16_estimates.LOOP_STEP[2] + 96 * w4a16_estimates.LOOP_PRODUCT[2]
+    assert w4a16_estimates.estimate(loop, 288, 4096, 4096, 4, 132) == pytest.approx(3.2 + 64 * step)
+    split = w4a16_estimates.estimate(loop | {"SPLIT": 2}, 288, 2048, 4096, 4, 132)
+    assert split == pytest.approx(3.2 + 32 * step + 1e-4 * 128 * 96)
+    assert w4a16_estimates.estimate(loop, 65, 4096, 4096, 4, 132) == pytest.approx(
+        3.2 + 64 * (w4a16_estimates.LOOP_STEP[2] + 72 * w4a16_estimates.LOOP_PRODUCT[2])
+    )
+    read_alone = dict(zip(w4a16_tiles.WGMMA, (4, 80, 128, 4, 2, 1))) | {"KNOWN": 1}
+    reading = w4a16_estimates.reading(256, 4096, 4, 2 * 128 * 256 * 4 / 8)
+    few = 64 * (w4a16_estimates.LOOP_STEP[4] + 72 * w4a16_estimates.LOOP_PRODUCT[4])
+    assert w4a16_estimates.estimate(read_alone, 72, 4096, 4096, 4, 132) == pytest.approx(3.2 + max(reading, few))
 
 
 def test_a_card_with_half_the_sms_gets_other_tiles():

@@ -47,6 +47,24 @@ def test_slower_than_bf16_is_named_in_the_mean_and_at_the_worst_layer():
     ]
 
 
+def test_those_that_are_timed_take_turns_and_the_least_of_each_counts():
+    order = []
+    ends = {"linear": iter([4e-6, 2e-6, 6e-6]), "library": iter([3e-6, 9e-6, 8e-6])}
+
+    def capture(calls):
+        def replay():
+            order.append(calls[0])
+            return next(ends[calls[0]])
+
+        return SimpleNamespace(replay=replay)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "REPLAYS", 3)
+        candidates = {"linear": ["linear", "linear"], "library": ["library"]}
+        row = steps.in_turns(candidates, SimpleNamespace(capture=capture))
+    assert row == {"linear": 1.0, "library": 3.0} and order == ["linear", "library"] * 3
+
+
 def test_a_file_of_the_same_device_is_completed_and_says_which_commit_measured_what(monkeypatch, tmp_path):
     measured = []
 
