@@ -149,6 +149,12 @@ __cluster_dims__(SPLIT)
     __syncthreads();
     if (SPLIT > 1) cluster_arrive(), cluster_wait();  // every block has initialized its mbarriers
 
+    // Of every warp of the cluster. Those of producers, which only write them, wait as well: a tool that counts barriers
+    // would take what they read behind the next one for a race.
+    auto stages_are_read = [] {
+        if (SPLIT > 1) cluster_arrive(), cluster_wait();
+        else __syncthreads();
+    };
     if (is_producer) {
         if (UNEVEN) fewer_registers<64>();
         const int token = warp % 4 * 4 + lane % 8 / 2, piece = lane % 2 * 4 + lane / 8;
@@ -170,7 +176,7 @@ __cluster_dims__(SPLIT)
             }
             UNROLL for (int j = 0; j < LOADED; j++) row[j] += TURN_OF_X * KS;
         }
-        if (OVERLAID && SPLIT > 1) cluster_arrive();
+        if (OVERLAID) stages_are_read();
     } else {
         if (UNEVEN) more_registers<104>();
         uint4 words[DEPTH];
@@ -239,10 +245,7 @@ __cluster_dims__(SPLIT)
         if (SUMS_SCALED) last ? add_part(PARTS - 1) : add_part(0);
         if (SUMS_SCALED) UNROLL for (int n = 0; n < NT; n++) UNROLL for (int v = 0; v < 4; v++) sum[n][v] *= 1 << DOWN;
         wait_for_copies<0>();
-        if (OVERLAID) {  // every warp of the cluster that multiplies has read its stages
-            if (SPLIT > 1) cluster_arrive(), cluster_wait();
-            else barrier(1, 32 * WARPS);
-        }
+        if (OVERLAID) stages_are_read();
         land_sums(sum, landing, landed, rank, 0, warp, lane);
     }
     __syncthreads();
