@@ -21,7 +21,8 @@ all are copied at once, one more than a ring lets be on its way, and the loop ov
 registers, SCALED unless a configuration says 0, and shares each read of x. Producer warps load x; the others unpack
 while the tensor cores multiply what they unpacked before. With KNOWN the loop is unrolled (`turns.cuh`) if the columns
 divide into whole stages: a third fewer instructions a stage. Where scales multiply the sums of groups, two groups take
-turns: the tensor cores work on one while the sums of the other are scaled.
+turns: the tensor cores work on one while the sums of the other are scaled. Sums that do not fit into shared memory
+beside the stages lie where those did, when all thread blocks of a cluster have read theirs.
 
 A tile of tokens is no larger than they need: of 65 tokens and a configuration for 128 it has 72.
 

@@ -45,7 +45,7 @@ EDGES = (
 COUNTS = sorted({*EDGES, *(m + 1 for m in EDGES), 600})
 STEP, AGAINST = 1.15, {128: 0.90, 256: 0.85}
 WORST = 0.70
-REPLAYS = 20  # of the graph of each that is timed, in turns: of five by themselves one in a hundred was 3 % off
+TURNS, REPLAYS = 4, 5  # of the graph of each that is timed; one replay a turn begins with what another left in caches
 SAME = 1.02  # times as long is the same within noise
 LEAST_WEIGHTS = 4096 * 4096  # of a layer of which the second target is asked
 
@@ -103,12 +103,12 @@ def measure(shape: tuple[int, int], backend: timing.Cuda, pool: Executor) -> dic
 
 
 def in_turns(candidates: Mapping[str, Sequence[Callable]], backend: timing.Cuda) -> dict[str, float]:
-    """Microseconds of a call by who is timed: the least of `REPLAYS` of all its calls, in turns with the others."""
+    """Microseconds of a call by who is timed: the least of `REPLAYS` of all its calls in each of `TURNS`."""
     graphs = {who: backend.capture(calls) for who, calls in candidates.items()}
     least = dict.fromkeys(graphs, math.inf)
-    for _ in range(REPLAYS):
+    for _ in range(TURNS):
         for who, graph in graphs.items():
-            least[who] = min(least[who], graph.replay())
+            least[who] = min(least[who], *(graph.replay() for _ in range(REPLAYS)))
     return {who: round(seconds * 1e6 / len(candidates[who]), 3) for who, seconds in least.items()}
 
 

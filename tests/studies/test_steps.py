@@ -49,7 +49,7 @@ def test_slower_than_bf16_is_named_in_the_mean_and_at_the_worst_layer():
 
 def test_those_that_are_timed_take_turns_and_the_least_of_each_counts():
     order = []
-    ends = {"linear": iter([4e-6, 2e-6, 6e-6]), "library": iter([3e-6, 9e-6, 8e-6])}
+    ends = {"linear": iter([4e-6, 5e-6, 6e-6, 2e-6]), "library": iter([9e-6, 3e-6, 9e-6, 8e-6])}
 
     def capture(calls):
         def replay():
@@ -59,10 +59,11 @@ def test_those_that_are_timed_take_turns_and_the_least_of_each_counts():
         return SimpleNamespace(replay=replay)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "REPLAYS", 3)
+        patch.setattr(steps, "TURNS", 2)
+        patch.setattr(steps, "REPLAYS", 2)
         candidates = {"linear": ["linear", "linear"], "library": ["library"]}
         row = steps.in_turns(candidates, SimpleNamespace(capture=capture))
-    assert row == {"linear": 1.0, "library": 3.0} and order == ["linear", "library"] * 3
+    assert row == {"linear": 1.0, "library": 3.0} and order == ["linear", "linear", "library", "library"] * 2
 
 
 def test_a_file_of_the_same_device_is_completed_and_says_which_commit_measured_what(monkeypatch, tmp_path):
@@ -98,6 +99,6 @@ def test_two_of_three_targets_hold_where_they_are_recorded(path):
     recorded = content["times"]
     assert set(recorded) == set(content["commits"]) == {f"{n}x{k}" for n, k in steps.shapes()}
     missed = steps.verdicts(recorded)
-    assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 3
+    assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 1
     of_llama_3 = {f"{n}x{k}": recorded[f"{n}x{k}"] for n, k in steps.LLAMA_3}
-    assert len(steps.verdicts(of_llama_3)["step"]) <= 1
+    assert not steps.verdicts(of_llama_3)["step"]
