@@ -112,7 +112,7 @@ struct Standstill {
 struct Tensor { const char *from, *to; };
 
 std::vector<Tensor> tensors;
-std::atomic<int> outside{0}; // reads of something else, and writes of shared memory behind what was asked for
+std::atomic<int> outside{0}; // reads of something else, writes of shared memory behind what was asked for or of mbarriers
 std::atomic<int> unread{0};  // bulk copies that a block leaves in flight
 bool boxes_land_early = false;
 __thread Block *block;
@@ -287,8 +287,13 @@ static void post(u32 rank, std::function<void()> what) {
     std::lock_guard<std::mutex> guard(there.lock);
     there.posts.push_back(std::move(what));
 }
+static constexpr u64 MBARRIER = 0x5AFE5AFE5AFE5AFE; // in shared memory where one lies: nothing else may be written there
+static Signal &signal_at(u32 p) {
+    if (at_shared_of_block<u64>(p) != MBARRIER) outside++;
+    return block->signals[p];
+}
 static void count_arrival(u32 p) {
-    Signal &s = block->signals[p];
+    Signal &s = signal_at(p);
     s.arrived++, s.end_phase();
 }
 static void take_posts() {
@@ -299,7 +304,10 @@ static void take_posts() {
     }
     for (auto &what : posts) what();
 }
-void signal_init(u32 p, u32 count) { block->signals[p] = {count}; }
+void signal_init(u32 p, u32 count) {
+    block->signals[p] = {count};
+    at_shared_of_block<u64>(p) = MBARRIER;
+}
 void signal_arrive(u32 p) {
     count_arrival(p);
     block->arrived = true;
@@ -318,7 +326,7 @@ static bool land_all(Signal &s) { // whether there were any
     return landed;
 }
 void signal_wait(u32 p, u32 turn) { // lands bulk copies, as late as they may
-    Signal &s = block->signals[p];
+    Signal &s = signal_at(p);
     wait_until([&] {
         do take_posts();
         while ((s.turn - 1 - turn) % 2 && land_all(s));

@@ -156,7 +156,7 @@ def of_known_wgmma(case):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(KNOWN_WGMMA_CASES, (0, 1, 3, 4, 8, 10, 12)), ids=str)
+@pytest.mark.parametrize("case", some_slow(KNOWN_WGMMA_CASES, (0, 1, 3, 4, 8, 10, 12, 13)), ids=str)
 def test_wgmma_source_with_known_columns_on_the_cpu(case, monkeypatch):
     """The same sums to the last bit; a group's sums that its scale multiplies round once less than scaled weights."""
     x, packed, config = of_known_wgmma(case)
