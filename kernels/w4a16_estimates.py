@@ -126,17 +126,17 @@ def estimate_wgmma(config: dict, m: int, n: int, k: int, bits: int, sms: int) ->
     waves = -(-grid.clusters // at_once(grid.together, sms))
     rows, columns = rows_of(config), columns_of_block(config, k, grid.split)
     requested = config["RING"] * config["KS"] * rows * bits / 8
-    constant_columns = known(config, n, k)
-    if constant_columns and config.get("SCALED") != 0 and m >= LEAST_LOOP:
+    read = reading(rows, columns, bits, requested)
+    unrolled = known(config, n, k)
+    if unrolled and config.get("SCALED") != 0 and m >= LEAST_LOOP:
         step = LOOP_STEP[config["WGS"]] + LOOP_PRODUCT[config["WGS"]] * grid.tokens
-        wave = START + max(reading(rows, columns, bits, requested), columns / 64 * step)
-        return waves * wave + (LOOP_JOIN * rows * grid.tokens if grid.split > 1 else 0)
+        joining = LOOP_JOIN * rows * grid.tokens if grid.split > 1 else 0
+        return waves * (START + max(read, columns / 64 * step)) + joining
     multiplying = 2 * rows * columns * grid.tokens / WGMMA_PRODUCTS + UNPACK * columns
-    wave = time_of_wave(reading(rows, columns, bits, requested), multiplying)
-    wave *= wgmma_wait(config, m, grid.tokens, constant_columns)
+    wave = time_of_wave(read, multiplying) * wgmma_wait(config, m, grid.tokens, unrolled)
     if m > grid.tokens and config["KS"] == 64:
         wave += SHORT * columns / 64
-    if constant_columns:
+    if unrolled:
         wave *= KNOWN_SHARE
     return waves * wave + (JOIN if grid.split > 1 else 0)
 

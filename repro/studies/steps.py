@@ -1,6 +1,6 @@
 """Time of a 4-bit layer by its number of tokens: finds cliffs where a path, a tile or a configuration changes.
 
-    python -m repro.studies.steps --out DIR     # on a GPU, about 140 s; measures what the file lacks
+    python -m repro.studies.steps --out DIR     # on a GPU, about 190 s; measures what the file lacks
 
 Writes `DIR/steps.json`: microseconds of `linear` (W4 g128, bf16) at numbers of tokens from 8 to 600, pairs of
 neighbours where anything changes, next to those of every path that it could take and of cuBLAS in bf16; then says which
@@ -102,14 +102,15 @@ def measure(shape: tuple[int, int], backend: timing.Cuda, pool: Executor) -> dic
     return times
 
 
-def in_turns(candidates: Mapping[str, Sequence[Callable]], backend: timing.Cuda) -> dict[str, float]:
+def in_turns(calls_of: Mapping[str, Sequence[Callable]], backend: timing.Cuda) -> dict[str, float]:
     """Microseconds of a call by who is timed: the least of `REPLAYS` of all its calls in each of `TURNS`."""
-    graphs = {who: backend.capture(calls) for who, calls in candidates.items()}
+    graphs = {who: backend.capture(calls) for who, calls in calls_of.items()}
     least = dict.fromkeys(graphs, math.inf)
     for _ in range(TURNS):
         for who, graph in graphs.items():
-            least[who] = min(least[who], *(graph.replay() for _ in range(REPLAYS)))
-    return {who: round(seconds * 1e6 / len(candidates[who]), 3) for who, seconds in least.items()}
+            seconds = min(graph.replay() for _ in range(REPLAYS))
+            least[who] = min(least[who], seconds)
+    return {who: round(seconds * 1e6 / len(calls_of[who]), 3) for who, seconds in least.items()}
 
 
 def verdicts(times: Times) -> dict[str, list[str]]:
