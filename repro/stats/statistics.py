@@ -409,7 +409,8 @@ def _greatest_errors(
     uncertain = error > 0
     scale = np.where(uncertain, error, 1)
     values, vectors = np.linalg.eigh(covariance / scale[:, None] / scale)
-    root = vectors * np.sqrt(np.maximum(values, 0))
+    # Symmetric, so that the same draws come whichever signs and order a processor's library gives the vectors.
+    root = vectors * np.sqrt(np.maximum(values, 0)) @ vectors.T
     simulated = root @ random.normal(size=(len(error), DRAWS))
     if math.isfinite(df):
         simulated /= np.sqrt(random.chisquare(df, DRAWS) / df)

@@ -411,6 +411,27 @@ def test_the_least_of_times_that_have_no_units_has_an_interval():
     assert (least.value, least.lo, least.hi) == pytest.approx((2.0, 1.9, 2.1), abs=5e-3)
 
 
+def test_the_least_of_several_is_the_same_whatever_signs_and_order_eigenvectors_have(monkeypatch):
+    """Libraries of linear algebra give either sign, by processor; of equal eigenvalues any basis."""
+    known = {name: Interval(value, value - half, value + half, 60, None, "items only", (value,))
+             for name, value, half in (("a", 2.0, 0.1), ("b", 2.05, 0.2), ("c", 2.02, 0.1))}  # fmt: skip
+    branches = [lambda m: m["a"] + m["b"], lambda m: m["b"] + m["c"], lambda m: m["a"] + m["c"]]
+
+    def ends():
+        expression = lambda m: np.minimum.reduce([branch(m) for branch in branches])  # noqa: E731
+        result = statistics.interval([], expression, known=known, branches=branches)
+        return result.lo, result.hi
+
+    before, eigh = ends(), np.linalg.eigh
+
+    def turned(matrix):
+        values, vectors = eigh(matrix)
+        return values[::-1], vectors[:, ::-1] * np.array([1.0, -1.0, -1.0])
+
+    monkeypatch.setattr(np.linalg, "eigh", turned)
+    assert ends() == pytest.approx(before, rel=1e-12)
+
+
 @given(st.floats(-5, 5), st.floats(0.1, 5), st.integers(4, 150), st.integers(1, 3))
 def test_moves_with_shift_and_scale(shift, scale, n, seeds):
     values = np.random.default_rng(n).normal(size=(seeds, n))
