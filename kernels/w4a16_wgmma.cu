@@ -149,8 +149,8 @@ __cluster_dims__(SPLIT)
     __syncthreads();
     if (SPLIT > 1) cluster_arrive(), cluster_wait();  // every block has initialized its mbarriers
 
-    // Of every warp of the cluster. Those of producers, which only write them, wait as well: a tool that counts barriers
-    // would take what they read behind the next one for a race.
+    // By every warp of the cluster. Those of producers, which only write them, wait as well: where they passed one barrier
+    // fewer, racecheck reported what they read behind the next one.
     auto stages_are_read = [] {
         if (SPLIT > 1) cluster_arrive(), cluster_wait();
         else __syncthreads();

@@ -45,7 +45,7 @@ EDGES = (
 COUNTS = sorted({*EDGES, *(m + 1 for m in EDGES), 600})
 STEP, AGAINST = 1.15, {128: 0.90, 256: 0.85}
 WORST = 0.70
-TURNS, REPLAYS = 4, 5  # of the graph of each that is timed; one replay a turn begins with what another left in caches
+TURNS, REPLAYS = 4, 5  # of the graph of each that is timed; by one replay a turn, times of few tokens scatter more
 SAME = 1.02  # times as long is the same within noise
 LEAST_WEIGHTS = 4096 * 4096  # of a layer of which the second target is asked
 

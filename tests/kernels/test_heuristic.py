@@ -115,10 +115,10 @@ def test_an_unrolled_loop_over_many_tokens_is_estimated_by_its_warpgroups():
     assert w4a16_estimates.estimate(loop, 65, 4096, 4096, 4, 132) == pytest.approx(
         3.2 + 64 * (w4a16_estimates.LOOP_STEP[2] + 72 * w4a16_estimates.LOOP_PRODUCT[2])
     )
-    read_alone = dict(zip(w4a16_tiles.WGMMA, (4, 80, 128, 4, 2, 1))) | {"KNOWN": 1}
-    reading = w4a16_estimates.reading(256, 4096, 4, 2 * 128 * 256 * 4 / 8)
-    few = 64 * (w4a16_estimates.LOOP_STEP[4] + 72 * w4a16_estimates.LOOP_PRODUCT[4])
-    assert w4a16_estimates.estimate(read_alone, 72, 4096, 4096, 4, 132) == pytest.approx(3.2 + max(reading, few))
+    waits_for_words = dict(zip(w4a16_tiles.WGMMA, (1, 80, 128, 4, 2, 1))) | {"KNOWN": 1}
+    reading = w4a16_estimates.reading(64, 4096, 4, 2 * 128 * 64 * 4 / 8)
+    assert reading > 64 * (w4a16_estimates.LOOP_STEP[1] + 72 * w4a16_estimates.LOOP_PRODUCT[1])
+    assert w4a16_estimates.estimate(waits_for_words, 72, 4096, 4096, 4, 132) == pytest.approx(3.2 + reading)
 
 
 def test_a_card_with_half_the_sms_gets_other_tiles():
