@@ -12,9 +12,10 @@ equal ones, the reverse of that of the tokens. It goes to memory of the rank's o
 largest over ranks, or straight to the memory of every rank, over NVLink (peers.cuh). `take` makes tokens of the largest
 words (vocabulary_argmax.cu).
 
-Memory of a rank that others write to is int64 `[ranks, rows]`, 0 where nothing was given; `take` clears it. There is
-one such memory: a rank may give its next words only after it has taken what every rank gives after it has taken the
-words before, as the partial sums of a decode step are (row_parallel.py).
+Memory of a rank that others write to is int64 `[ranks, rows]`, 0 where nothing was given; `take` clears it. Choices use
+two such memories in turn, as products do (row_parallel.py): in one alone, a rank's next words would cover those that
+another has not taken yet, which would then wait for them for ever. A captured step has the same one whenever it is
+launched: the partial sums of the step, which need every rank, lie between.
 """
 
 import time

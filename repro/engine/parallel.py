@@ -222,12 +222,14 @@ class VocabularyParallel(nn.Module):
     Args:
         product: x `[T, H]` to the logits `[T, V/ranks]` of this rank's tokens, padded (`sharding.head_of`).
         vocabulary: V, the tokens of all ranks.
-        side: memory that all ranks write to, of a word for each of T; None for a collective.
+        sides: memories that all ranks write to, of a word for each of T, which choices use in turn; none for a
+            collective.
     """
 
-    def __init__(self, product: nn.Module, vocabulary: int, link: Link, side: Side | None) -> None:
+    def __init__(self, product: nn.Module, vocabulary: int, link: Link, sides: Sequence[Side]) -> None:
         super().__init__()
-        self.product, self.vocabulary, self.link, self.side = product, vocabulary, link, side
+        self.product, self.vocabulary, self.link, self.sides = product, vocabulary, link, sides
+        self.choices = 0
         self.first, self.count = vocabulary_argmax.tokens_of_a_rank(vocabulary, link.rank, link.ranks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -239,12 +241,14 @@ class VocabularyParallel(nn.Module):
     def greedy(self, x: Tensor) -> Tensor:
         """int64 `[T]`: the first of the largest logits; -1 where they are not finite."""
         logits, rows = self.product(x), len(x)
-        if self.side is None or rows > vocabulary_argmax.MOST_ROWS:
+        if not self.sides or rows > vocabulary_argmax.MOST_ROWS:
             words = torch.empty(rows, dtype=torch.int64, device=x.device)
             vocabulary_argmax.give(logits, self.count, self.first, [words])
             return vocabulary_argmax.take(self.link.largest(words), rows)
-        vocabulary_argmax.give(logits, self.count, self.first, self.side.to)
-        return vocabulary_argmax.take(self.side.memory, rows)
+        side = self.sides[self.choices % len(self.sides)]
+        self.choices += 1
+        vocabulary_argmax.give(logits, self.count, self.first, side.to)
+        return vocabulary_argmax.take(side.memory, rows)
 
 
 # --- decoders ---------------------------------------------------------------------------------------------------------
@@ -275,17 +279,9 @@ def parallel(model: Decoder, link: Link, way: Way) -> Decoder:
         if way in ("joined", "peers"):
             made["norm"] = norm_of_sums(block.norm)
         blocks.append(replace(block, **made))
-    head = VocabularyParallel(model.head, model.config.vocab_size, link, side_of_words(link, model.device, way))
+    sides_of_words = link.sides(vocabulary_argmax.MOST_ROWS, model.device) if way == "peers" else []
+    head = VocabularyParallel(model.head, model.config.vocab_size, link, sides_of_words)
     return replace(model, blocks=tuple(blocks), head=head)
-
-
-def side_of_words(link: Link, device: torch.device, way: Way) -> Side | None:
-    """Memory for the words of the head under `peers`.
-
-    One is enough: a rank chooses again after the next step's partial sums, which need those of every other rank, and
-    these give them after they have chosen.
-    """
-    return link.sides(vocabulary_argmax.MOST_ROWS, device)[0] if way == "peers" else None
 
 
 def most_values(model: Decoder) -> int:

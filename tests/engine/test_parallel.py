@@ -27,7 +27,7 @@ from repro.engine.parallel import (  # noqa: E402
 from repro.engine.prefill import together  # noqa: E402
 from repro.engine.random_shape import random_decoder  # noqa: E402
 from repro.engine.step import Cache, run_of, step  # noqa: E402
-from repro.kernels import compensated_gemv, row_parallel  # noqa: E402
+from repro.kernels import compensated_gemv, row_parallel, vocabulary_argmax  # noqa: E402
 from repro.recipes.recipe import parse  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -234,6 +234,40 @@ def test_a_rank_that_is_late_finds_what_it_was_given(packed, monkeypatch):
     results, _ = on_ranks(2, lambda link: logits(parallel.parallel(sharding.shard(model, link.rank, 2), link, "peers")))
     for of_rank in results:
         assert torch.allclose(of_rank, want, atol=1e-3 * want.abs().max())
+
+
+def test_a_rank_that_is_late_finds_the_words_of_each_choice(monkeypatch):
+    """The other one has then given those of its next choice, with no step between the two."""
+    whole = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(0))
+    here, given_twice, given = threading.local(), threading.Event(), []
+    give, take = vocabulary_argmax.give_reference, vocabulary_argmax.take_reference
+
+    def counted(*arguments):
+        give(*arguments)
+        if here.rank == 0:
+            given.append(here.rank)
+            if len(given) == 2:
+                given_twice.set()
+
+    def late(memory, rows):
+        if here.rank == 1:
+            assert given_twice.wait(20)
+        return take(memory, rows)
+
+    monkeypatch.setattr(vocabulary_argmax, "give_reference", counted)
+    monkeypatch.setattr(vocabulary_argmax, "take_reference", late)
+    monkeypatch.setattr(vocabulary_argmax, "PATIENCE", 5.0)
+
+    def work(link):
+        here.rank = link.rank
+        sides = link.sides(vocabulary_argmax.MOST_ROWS, CPU)
+        head = parallel.VocabularyParallel(torch.nn.Identity(), 32, link, sides)
+        own = slice(16 * link.rank, 16 * link.rank + 16)
+        return [head.greedy(logits[:, own]).item() for logits in whole]
+
+    results, room = on_ranks(2, work)
+    assert results == [whole[:, 0].argmax(1).tolist()] * 2
+    assert room.memory_is_zero()
 
 
 def test_products_without_a_compensator_are_joined_with_others(packed):

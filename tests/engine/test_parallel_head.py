@@ -112,7 +112,7 @@ def heads_of(whole, count):
         logits = torch.full((len(whole), vocabulary_argmax.rows_of_a_rank(whole.shape[1], count)), 1e3)
         logits[:, :own] = whole[:, first : first + own]
         parts.append((logits, own, first))
-    return [VocabularyParallel(Given(parts[r][0]), whole.shape[1], Alone(r, parts), None) for r in range(count)]
+    return [VocabularyParallel(Given(parts[r][0]), whole.shape[1], Alone(r, parts), []) for r in range(count)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -158,5 +158,5 @@ def test_more_rows_than_words_have_memory_for_go_through_a_collective(monkeypatc
     """Under `peers`, whose memory has a word for each of 64 sequences."""
     whole = torch.randn(vocabulary_argmax.MOST_ROWS + 1, 100, generator=torch.Generator().manual_seed(0))
     (head, _) = heads_of(whole, 2)
-    head.side = parallel.Side(torch.zeros(2, vocabulary_argmax.MOST_ROWS, dtype=torch.int64), [])
+    head.sides = [parallel.Side(torch.zeros(2, vocabulary_argmax.MOST_ROWS, dtype=torch.int64), [])]
     assert torch.equal(head.greedy(torch.zeros(len(whole), 8)), argmax.reference(whole))
