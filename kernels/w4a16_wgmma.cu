@@ -150,10 +150,11 @@ __cluster_dims__(SPLIT)
     if (SPLIT > 1) cluster_arrive(), cluster_wait();  // every block has initialized its mbarriers
 
     // By every warp of the cluster. Those of producers, which only write them, wait as well: where they passed one barrier
-    // fewer, racecheck reported what they read behind the next one.
+    // fewer, racecheck reported what they read behind the next one. A named barrier, since they come to it at another
+    // instruction: synccheck takes a `__syncthreads()` in each branch for divergence.
     auto stages_are_read = [] {
         if (SPLIT > 1) cluster_arrive(), cluster_wait();
-        else __syncthreads();
+        else barrier(1, 32 * WARPS + 128);
     };
     if (is_producer) {
         if (UNEVEN) fewer_registers<64>();
