@@ -149,13 +149,7 @@ __cluster_dims__(SPLIT)
     __syncthreads();
     if (SPLIT > 1) cluster_arrive(), cluster_wait();  // every block has initialized its mbarriers
 
-    // By every warp of the cluster. Those of producers, which only write them, wait as well: where they passed one barrier
-    // fewer, racecheck reported what they read behind the next one. A named barrier, since they come to it at another
-    // instruction: synccheck takes a `__syncthreads()` in each branch for divergence.
-    auto stages_are_read = [] {
-        if (SPLIT > 1) cluster_arrive(), cluster_wait();
-        else barrier(1, 32 * WARPS + 128);
-    };
+    float sum[NT][4];  // of the warps that multiply
     if (is_producer) {
         if (UNEVEN) fewer_registers<64>();
         const int token = warp % 4 * 4 + lane % 8 / 2, piece = lane % 2 * 4 + lane / 8;
@@ -177,7 +171,6 @@ __cluster_dims__(SPLIT)
             }
             UNROLL for (int j = 0; j < LOADED; j++) row[j] += TURN_OF_X * KS;
         }
-        if (OVERLAID) stages_are_read();
     } else {
         if (UNEVEN) more_registers<104>();
         uint4 words[DEPTH];
@@ -190,7 +183,7 @@ __cluster_dims__(SPLIT)
             UNROLL for (int f = 0; f < FOLDS; f++) load_few(scaling[f].rows, scales_to + at + f * FOLD_BYTES);
             __syncwarp();
         };
-        float sum[NT][4] = {};
+        UNROLL for (auto& of_eight : sum) UNROLL for (float& value : of_eight) value = 0;
         // SUMS_SCALED: products of one group's columns, which its scales multiply when the next group has begun.
         [[maybe_unused]] float part[PARTS][NT][4] = {}, part_scale[PARTS][2] = {};
         auto add_part = [&](int p) {
@@ -246,9 +239,12 @@ __cluster_dims__(SPLIT)
         if (SUMS_SCALED) last ? add_part(PARTS - 1) : add_part(0);
         if (SUMS_SCALED) UNROLL for (int n = 0; n < NT; n++) UNROLL for (int v = 0; v < 4; v++) sum[n][v] *= 1 << DOWN;
         wait_for_copies<0>();
-        if (OVERLAID) stages_are_read();
-        land_sums(sum, landing, landed, rank, 0, warp, lane);
     }
+    // Stages are read. Producers, which only write them, wait as well, and at the same place: compute-sanitizer reports a race
+    // where they pass one barrier fewer, and divergence where they have one of their own.
+    if (OVERLAID && SPLIT > 1) cluster_arrive(), cluster_wait();
+    if (OVERLAID && SPLIT == 1) __syncthreads();
+    if (!is_producer) land_sums(sum, landing, landed, rank, 0, warp, lane);
     __syncthreads();
     if (SPLIT > 1) wait_for_bytes(landed);
     store_sums(y, landing, rank, warp, WARPS + 4, lane, m0, n0, M, N);
