@@ -68,9 +68,7 @@ row_parallel(u64 *partial, const char *__restrict__ up, const u16 *__restrict__ 
         value += (more[0] + more[1]) + (more[2] + more[3]);
 #endif
         value = to_float<BF16>(to_half<BF16>(value)) + before[i];
-        const u16 rounded = to_half<BF16>(value);
-        total[row_of(i)] = rounded;
-        sums[i] = to_float<BF16>(rounded);
+        sums[i] = to_float<BF16>(to_half<BF16>(value));
         squares += sums[i] * sums[i];
     }
 
@@ -82,12 +80,17 @@ row_parallel(u64 *partial, const char *__restrict__ up, const u16 *__restrict__ 
         UNROLL for (u32 w = 0; w < WARPS; w++) sum += of_warps[w];
         send(shared_address(of_blocks + block_rank), sum, arrived, thread);
     }
-    wait_for_bytes(arrived); // and with them every block's word that it has read z
+    // With them comes every block's word that it has read its sums and z, so that the whole product of this rank has been
+    // given, and reads x no more: y and total may lie in memory that was freed behind its launch.
+    wait_for_bytes(arrived);
     float all = 0;
     UNROLL for (u32 b = 0; b < SPLITS; b++) all += of_blocks[b];
     const float inverse = rsqrtf(all / OUTPUTS + __uint_as_float(eps));
-    UNROLL for (u32 i = 0; i < EACH; i++)
-        if (has_row(i)) y[row_of(i)] = to_half<BF16>(factor[i] * to_float<BF16>(to_half<BF16>(sums[i] * inverse)));
+    UNROLL for (u32 i = 0; i < EACH; i++) {
+        if (!has_row(i)) continue;
+        total[row_of(i)] = to_half<BF16>(sums[i]);
+        y[row_of(i)] = to_half<BF16>(factor[i] * to_float<BF16>(to_half<BF16>(sums[i] * inverse)));
+    }
 #if RANK
     if (block_rank == 0 && thread < RANK) clear_ranks(partial, OUTPUTS + thread, STRIDE);
 #endif

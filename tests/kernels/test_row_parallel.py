@@ -1,5 +1,7 @@
 """A row-parallel product that gives its partial sums to every rank: its sources on a CPU, ranks one after the other."""
 
+import struct
+
 import cuda_on_cpu
 import nvcc
 import pytest
@@ -72,6 +74,30 @@ def test_sources_give_to_every_rank_and_take_on_the_cpu(case, emulated):
             assert relative_error(summed, total) < tolerance
             assert torch.equal(y, y_of_first) and torch.equal(summed, total_of_first)
         assert not torch.stack(memory).any()
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+def test_nothing_is_written_before_all_sums_are_read(emulated):
+    """`take` runs beside the product, whose x may have been freed: its outputs may lie where that one still reads.
+
+    Here they lie over sums of rows that are read last.
+    """
+    case = CASES[1]
+    *_, parts, (up, gates, scales), (residual, weight) = problem(case)
+    of_ranks = memories(case)
+    for rank, (own, part, down) in enumerate(parts):
+        kernel.give(own, part, down, scales, [memory[rank] for memory in of_ranks], config=kernel.CHECKED[0])
+    memory = of_ranks[0]
+    want_y, want_total = kernel.take_reference(memory.clone(), up, gates, scales, residual, weight, 1e-5)
+    rows, R = case["rows"], up.shape[1]
+    plan = rows, residual.dtype, R, ec.hidden_of(gates, R), case["ranks"], memory.shape[1], residual.device
+    function, threads = kernel._take_plan(*plan)
+    in_each = memory.element_size() // residual.element_size()
+    over_y, over_total = (memory[rank, rows - rows // in_each : rows].view(residual.dtype) for rank in (0, 1))
+    eps = struct.unpack("I", struct.pack("f", 1e-5))[0]
+    function(kernel.SPLITS, threads, memory, up, gates, scales, residual, weight, eps, over_y, over_total)
+    assert relative_error(over_y[None], want_y) < 2 * ROUNDING[case["dtype"]]
+    assert relative_error(over_total[None], want_total) < ROUNDING[case["dtype"]]
 
 
 @cuda_on_cpu.NEEDS_COMPILER
