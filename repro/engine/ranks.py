@@ -29,6 +29,7 @@ GIVEN, RESULT, FAILED = "given.json", "result.json", "failed-{rank}.json"
 # NVLink multicast is off: a program that uses it may put GPUs that others share out of service.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 PATIENCE = timedelta(minutes=5)  # that a rank waits for another
+THREADS_ON_CPU = {"OMP_NUM_THREADS": "1"}  # of a rank, unless it is set, as with torchrun: ranks share the processors
 WATCHED = 0.1  # seconds between looks at the processes
 
 
@@ -64,6 +65,8 @@ def run(work: Callable[[dict[str, Any], torch.device], Any], given: Mapping[str,
         facts = {"module": work.__module__, "work": work.__qualname__, "ranks": ranks, "device": device, "given": given}
         (folder / GIVEN).write_text(json.dumps(facts))
         environment = os.environ | ENVIRONMENT
+        if device == "cpu":
+            environment = THREADS_ON_CPU | environment
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         started = []
         try:

@@ -45,10 +45,15 @@ def decoded(engine, sampling=None, scored=False):
     return tokens, logprobs
 
 
-def compared(options, device):
-    """Facts of one rank and of all ranks together, as numbers that JSON holds."""
+def compared(given, device):
+    """Of each decoder, facts of one rank and of all ranks together, as numbers that JSON holds."""
+    return [facts_of(heads, vocabulary) for heads, vocabulary in given["decoders"]]
+
+
+def facts_of(heads, vocabulary):
+    """Tokens, log probabilities and logits of one rank and of all, and whether all ranks have the same."""
     link = Group(dist.group.WORLD)
-    model = decoder(options["heads"], options["vocabulary"])
+    model = decoder(heads, vocabulary)
     part = parallel.parallel(sharding.shard(model, link.rank, link.ranks), link, "plain")
     facts = {}
     for name, engine in (("one", Core("tiny", model)), ("ranks", ParallelCore("tiny", part))):
@@ -63,18 +68,19 @@ def compared(options, device):
     return facts
 
 
-@pytest.mark.parametrize("count, heads, vocabulary", [(2, 4, 300), (3, 5, 300), (4, 4, 300), (4, 4, 20)])
-def test_ranks_give_the_tokens_of_one_rank(count, heads, vocabulary, monkeypatch):
+@pytest.mark.parametrize("count, decoders", [(2, [(4, 300)]), (3, [(5, 300)]), (4, [(4, 300), (4, 20)])])
+def test_ranks_give_the_tokens_of_one_rank(count, decoders, monkeypatch):
     """Vocabularies that the ranks do not divide, and one of which the last ranks have no token."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    facts = ranks.run(compared, {"heads": heads, "vocabulary": vocabulary}, count, "cpu")
-    of_one, of_ranks = facts["one"], facts["ranks"]
-    assert facts["alike"]
-    assert of_ranks[:3] == of_one[:3] and of_ranks[0] == of_ranks[1], "greedy, with log probabilities, and drawn"
-    assert len(set(itertools.chain.from_iterable(of_ranks[0]))) > 3
-    for logits, want in zip(of_ranks[3:], of_one[3:]):
-        assert torch.allclose(torch.tensor(logits), torch.tensor(want), atol=1e-4)
-    assert len(of_ranks[4][0]) == vocabulary
+    of_decoders = ranks.run(compared, {"decoders": decoders}, count, "cpu")
+    for (_, vocabulary), facts in zip(decoders, of_decoders, strict=True):
+        of_one, of_ranks = facts["one"], facts["ranks"]
+        assert facts["alike"]
+        assert of_ranks[:3] == of_one[:3] and of_ranks[0] == of_ranks[1], "greedy, with log probabilities, and drawn"
+        assert len(set(itertools.chain.from_iterable(of_ranks[0]))) > 3
+        for logits, want in zip(of_ranks[3:], of_one[3:]):
+            assert torch.allclose(torch.tensor(logits), torch.tensor(want), atol=1e-4)
+        assert len(of_ranks[4][0]) == vocabulary
 
 
 class Given(nn.Module):

@@ -71,7 +71,8 @@ def test_a_rank_that_fails_ends_all(kind, error, message):
     assert getattr(raised.value, "status", "oom") == "oom"
 
 
-def test_multicast_is_off_on_every_rank(monkeypatch):
+def environments(monkeypatch, device):
+    """Those with which two ranks are started."""
     seen = []
 
     class Ended:
@@ -90,9 +91,23 @@ def test_multicast_is_off_on_every_rank(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Ended)
     with pytest.raises(FileNotFoundError):
-        ranks.run(summed, {}, 2, "cpu")
+        ranks.run(summed, {}, 2, device)
+    assert len(seen) == 2
+    return seen
+
+
+def test_multicast_is_off_on_every_rank(monkeypatch):
     off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-    assert len(seen) == 2 and all(off.items() <= env.items() for env in seen)
+    assert all(off.items() <= environment.items() for environment in environments(monkeypatch, "cpu"))
+
+
+@pytest.mark.parametrize("device, of_user, want", [("cpu", None, "1"), ("cpu", "3", "3"), ("cuda", None, None)])
+def test_ranks_on_processors_have_a_thread_each_unless_told_otherwise(device, of_user, want, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if of_user:
+        monkeypatch.setenv("OMP_NUM_THREADS", of_user)
+    for environment in environments(monkeypatch, device):
+        assert environment.get("OMP_NUM_THREADS") == want
 
 
 def test_too_few_gpus_are_one_sentence(monkeypatch):
