@@ -194,8 +194,9 @@ def cell_of(flow: Workflow, row: Measurement) -> Cell:
         if is_operand:
             candidates += flow.operands(cell).values()
         for candidate in candidates:
-            is_measured = flow.is_measured(candidate) or flow.is_external(candidate)
-            if candidate.cell_key == row.cell_key and is_measured:
+            if candidate.cell_key != row.cell_key:
+                continue
+            if flow.is_measured(candidate) or flow.is_external(candidate):
                 return stored_rows.with_seeds_of(candidate, row)
     raise UserError(f"{row.table} has no cell {' / '.join(row.cell_key)} that scale {flow.scale.name} measures")
 
